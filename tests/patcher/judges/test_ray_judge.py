@@ -3,6 +3,7 @@ around."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -188,3 +189,26 @@ def test_judges_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for wrong in ("nobody", "rays", "exchange"):
         with pytest.raises(UsageError), open_judges(wrong, QUICK, "r1", lambda *_: None):
             pass
+
+
+def test_a_full_pool_leaves_the_rest_with_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from patcher.judges import ray_pool
+    from patcher.judges.ray_worker import PoolJob
+
+    async def idle(_pool: ray_pool.JudgePool) -> None:
+        """No cluster, so no workers."""
+
+    monkeypatch.setattr(ray_pool, "MOST_JOBS", 3)
+    monkeypatch.setattr(ray_pool.JudgePool, "_keep", idle)
+    jobs = [PoolJob(name=f"x-{each}", digest=f"{each}", files={}) for each in range(5)]
+
+    async def asked() -> ray_pool.PoolReply:
+        pool = ray_pool.JudgePool("cpu")
+        await pool.submit("one", jobs)
+        await pool.submit("two", jobs)
+        return await pool.poll("one", [job.digest for job in jobs])
+
+    reply = asyncio.run(asked())
+    assert reply.unknown == ("3", "4")
+    assert reply.waiting == 3, "the same jobs of another client are not doubled"
