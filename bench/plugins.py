@@ -1,9 +1,10 @@
 """What other packages add: registries of what is ours and of what entry points name.
 
 A package that is installed beside patcher declares entry points of the groups `patcher.engines`,
-`patcher.engine_plugins`, `patcher.models`, `patcher.patch_points`, `patcher.presets`,
-`patcher.strategies` and `patcher.toolchains`; nothing of it is imported before it is asked for by
-name. What is ours is in `plugins.toml`; `plugins` lists what others bring, for `patcher doctor`.
+`patcher.engine_plugins`, `patcher.judges`, `patcher.models`, `patcher.patch_points`,
+`patcher.presets`, `patcher.strategies` and `patcher.toolchains`; nothing of it is imported
+before it is asked for by name. What is ours is in `plugins.toml`; `plugins` lists
+what others bring, for `patcher doctor`.
 """
 
 from __future__ import annotations

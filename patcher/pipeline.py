@@ -45,7 +45,7 @@ from patcher.extras import missing_package
 from patcher.hotspot import Profile, capture, read
 from patcher.hotspot.capture import require_room
 from patcher.integrate import Patch, engine_version, must_fit_model
-from patcher.judges import LOCAL, exchange_folder
+from patcher.judges import LOCAL, remote_judge
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.kernel_search.stage import require_models, search_kernel
@@ -126,7 +126,7 @@ def _require_start(
             require_room(workload)
         elif op_name is None:
             op_name = _first_covered(profile, workload)
-    if exchange_folder(where) is None:
+    if remote_judge(where) is None:
         require_here(language)
     kind = judge_device_kind(where, language)
     op = None if op_name is None else load_op(op_name)

@@ -41,7 +41,8 @@ class Settings(Record):
     budget_gpu_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Ceiling on the time that the judge has the GPU, per run."""
     judge: str = Field("local", min_length=1)
-    """Where candidates are judged: `local`, or `exchange:DIR`, served by `patcher worker DIR`."""
+    """Where candidates are judged: `local`, `exchange:DIR` (served by `patcher worker DIR`), or
+    `ray[:ADDRESS][@GPU]`."""
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""

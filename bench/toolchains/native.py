@@ -24,6 +24,8 @@ from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_c
 
 HEADER_TIMEOUT_S = 600.0
 """Time limit in seconds to precompile PyTorch's headers, which are trusted code."""
+CAPABILITY = "PATCHER_CUDA_CAPABILITY"
+"""Environment variable with the compute capability to build for, as 9.0."""
 
 FFI_UNIT = """\
 #include <tvm/ffi/container/tensor.h>
@@ -143,7 +145,12 @@ class CudaToolchain(_Native):
 
 
 def cuda_capability() -> tuple[int, int]:
-    """The architecture for CUDA sources: that of the local GPU, or Hopper if there is none."""
+    """The architecture for CUDA sources: that of the local GPU, or Hopper if there is none.
+    `CAPABILITY` overrides it, for a build on behalf of a process that has another GPU.
+    """
+    if chosen := os.environ.get(CAPABILITY):
+        major, _, minor = chosen.partition(".")
+        return int(major), int(minor)
     import torch
 
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

@@ -119,7 +119,8 @@ def evaluate(
         tripwires: whether the source is looked at for what a kernel must not do.
         sanitize: CUDA: whether it must pass compute-sanitizer, too.
         counters: CUDA: whether Nsight Compute counts in its kernels.
-        judge: `local`, or `exchange:DIR`, served by `patcher worker DIR`; by the settings if None.
+        judge: `local`, `exchange:DIR` (served by `patcher worker DIR`), or `ray[:ADDRESS][@GPU]`;
+            by the settings if None.
         progress: whether a bar is shown on a terminal or in a notebook, or a function that is
             called with (stage, done, total).
 

@@ -31,7 +31,7 @@ class JudgeRequest:
     candidate: Candidate
     settings: JudgeSettings
     judge: str
-    """`local`, or `exchange:DIR`."""
+    """`local`, `exchange:DIR` or `ray[:ADDRESS][@GPU]`."""
     counters: bool = False
     """Whether the kernels of a right candidate are profiled with Nsight Compute."""
 

@@ -146,7 +146,7 @@ def optimize(
         budget_tokens: ceiling on tokens, in and out.
         budget_minutes: ceiling on the time to ask and judge.
         budget_gpu_minutes: ceiling on the judge's time on the GPU.
-        judge: `local`, or `exchange:DIR`, served by `patcher worker DIR`.
+        judge: `local`, `exchange:DIR` (served by `patcher worker DIR`), or `ray[:ADDRESS][@GPU]`.
         sweep: which sweep of the op is timed.
         counters: CUDA: whether the analyst reads Nsight Compute's counters.
         threads: CPU threads of both sides.

@@ -105,7 +105,11 @@ MarginPct = Annotated[
 ]
 JudgeSpec = Annotated[
     str | None,
-    typer.Option("--judge", help="local, or exchange:DIR, which `patcher worker DIR` serves."),
+    typer.Option(
+        "--judge",
+        help="local; exchange:DIR, which `patcher worker DIR` serves; or ray[:ADDRESS][@GPU], a "
+        "Ray cluster.",
+    ),
 ]
 ModelSpec = Annotated[
     str | None,

@@ -31,6 +31,7 @@ from patcher.commands.console import (
     "patcher evaluate fused_add_rms_norm kernel.hip",
     "patcher evaluate fused_add_rms_norm kernel.cpp --reward --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --judge exchange:jobs",
+    "patcher evaluate fused_add_rms_norm kernel.cu --judge ray:10.0.0.1:6379",
 )
 def evaluate(
     op: Annotated[str, typer.Argument(help="An op of the library.")],

@@ -38,6 +38,7 @@ from patcher.commands.execution import execute_run
     "--from-solution cuda_row",
     "patcher optimize fused_add_rms_norm --language cuda --dry-run",
     "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
+    "patcher optimize fused_add_rms_norm --language triton --judge ray@H100",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],

@@ -53,21 +53,18 @@ def workspace(
     (`patcher evaluate OP FILE --reward`), or let another user or machine judge from the start
     (--judge exchange:DIR).
     """
-    from patcher.judges import exchange_folder
+    from patcher.judges import resolved_judge
     from patcher.settings import resolve
     from patcher.workspace import lay_out
 
     settings = resolve({"judge": judge})
-    where = settings.judge
-    if (elsewhere := exchange_folder(where)) is not None:
-        where = f"exchange:{elsewhere.resolve()}"  # the commands run in another folder
     opened = lay_out(
         load_op(op),
         folder,
         language,
         sweep=sweep,
         threads=threads,
-        judge=where,
+        judge=resolved_judge(settings.judge),  # the commands run in another folder
         policy=settings.tripwires.for_op(op),
     )
     Output(as_json).emit(

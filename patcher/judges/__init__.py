@@ -1,4 +1,4 @@
-"""Where candidates are judged: in processes of this machine, or on another one through a folder."""
+"""Where candidates are judged: in processes of this machine, or on others (`remote.py`)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from patcher.bench import Candidate, Evaluation, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
 from patcher.judges.counters import CandidateJudge, with_counters
-from patcher.judges.exchange import ExchangeJudge
+from patcher.judges.remote import REMOTE_JUDGES, RemoteJudge
 
 if TYPE_CHECKING:  # it brings torch
     from patcher.bench.judge.judge import Judge
 
 LOCAL = "local"
-JUDGES = "local or exchange:DIR"
+JUDGES = "local, exchange:DIR or ray[:ADDRESS][@GPU]"
 
 
 class Judges(Protocol):
@@ -50,8 +49,7 @@ def open_judges(
     counters: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[Judges]:
-    """The judge that `--judge` names: `local`, or `exchange:DIR`, whose verdicts are those that a
-    `patcher worker DIR` wrote.
+    """The judge that `--judge` names: `local`, or one of `REMOTE_JUDGES`.
 
     Args:
         request_id: who asks, as a run's id; a job with the same id is judged once.
@@ -61,9 +59,11 @@ def open_judges(
     Raises:
         UsageError: no such judge.
     """
-    folder = exchange_folder(spec)
-    if folder is not None:
-        yield ExchangeJudge(folder, settings, request_id, counters)
+    remote = remote_judge(spec)
+    if remote is not None:
+        kind, place = remote
+        with kind(place, settings, request_id, counters, report) as judges:
+            yield judges
         return
     with open_judge(settings) as judge:
         one: CandidateJudge = partial(judge.evaluate, report=report)
@@ -86,26 +86,41 @@ class _LocalJudges:
         return [self.one(candidate) for candidate in candidates]
 
 
-def exchange_folder(spec: str) -> Path | None:
-    """DIR of `exchange:DIR`; None for `local`.
+def remote_judge(spec: str) -> tuple[type[RemoteJudge], str] | None:
+    """The judge that `NAME:PLACE` names, and the place; None for `local`.
 
     Raises:
-        UsageError: neither.
+        UsageError: there is none of that name.
     """
     if spec == LOCAL:
         return None
-    name, _, folder = spec.partition(":")
-    if name != "exchange" or not folder:
+    name, _, place = spec.partition(":")
+    if name not in REMOTE_JUDGES:
+        name, at, place = spec.partition("@")  # a place may be left out
+        place = at + place
+    if name not in REMOTE_JUDGES:
         raise UsageError(f"unknown judge {spec!r}", f"say {JUDGES}")
-    return Path(folder)
+    return REMOTE_JUDGES.load(name), place
+
+
+def resolved_judge(spec: str) -> str:
+    """The same judge as it is called from another folder."""
+    remote = remote_judge(spec)
+    if remote is None:
+        return spec
+    kind, place = remote
+    name = spec.partition(":")[0].partition("@")[0]
+    return f"{name}:{kind.resolved(place)}" if place else spec
 
 
 __all__ = [
     "JUDGES",
     "LOCAL",
+    "REMOTE_JUDGES",
     "CandidateJudge",
-    "ExchangeJudge",
     "Judges",
-    "exchange_folder",
+    "RemoteJudge",
     "open_judges",
+    "remote_judge",
+    "resolved_judge",
 ]

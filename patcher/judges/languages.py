@@ -6,7 +6,7 @@ from typing import Literal
 
 from patcher.bench import Language, MissingError, UsageError
 from patcher.bench.toolchains import toolchain
-from patcher.judges import LOCAL, ExchangeJudge, exchange_folder
+from patcher.judges import LOCAL, remote_judge
 from patcher.judges.hardware import hardware_facts
 
 _COMPILED = {
@@ -87,11 +87,11 @@ def judge_hardware(spec: str, language: Language, threads: int | None = None) ->
     Raises:
         MissingError: it is this machine, and it has no device for the language.
     """
-    folder = exchange_folder(spec)
+    remote = remote_judge(spec)
     if language.compile_only:
         return device_facts(language)
     kind = judge_device_kind(spec, language)
-    found = device_facts(language) if folder is None else ExchangeJudge.hardware(folder, kind)
+    found = remote[0].hardware(remote[1], kind) if remote else device_facts(language)
     if kind != "cpu":
         return found
     return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"

@@ -25,7 +25,7 @@ from patcher.bench import (
     load_op,
 )
 from patcher.bench.judge import JudgeSettings, Progress
-from patcher.judges import ExchangeJudge, exchange_folder, open_judges
+from patcher.judges import open_judges, remote_judge
 
 AGAINST = ("eager", "torch.compile")
 """The baselines of an op that the scale names, in its order."""
@@ -142,11 +142,12 @@ def judge_for_reward(
         )
     each = [dataclasses.replace(settings, baseline=name) for name in names]
     found: dict[str, Evaluation] = {}
-    folder = exchange_folder(where)
-    if folder is not None:
-        judge = ExchangeJudge(folder, settings, request_id)
-        jobs = [judge.submit(candidate, one) for one in each]
-        found = dict(zip(names, judge.gather(jobs), strict=True))
+    remote = remote_judge(where)
+    if remote is not None:
+        kind, place = remote
+        with kind(place, settings, request_id, report=report) as judge:
+            jobs = [judge.submit(candidate, one) for one in each]
+            found = dict(zip(names, judge.gather(jobs), strict=True))
     else:
         for name, one in zip(names, each, strict=True):
             try:

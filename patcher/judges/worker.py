@@ -147,15 +147,9 @@ class Worker:
         What cannot be read or built is told when it is judged.
         """
 
-        def one(name: str) -> None:
-            with suppress(PatcherError):
-                posted = read_job(self.root / "jobs" / name)
-                # one that does not even name its op is never built
-                if posted is not None and posted.job.op in posted.candidate.source:
-                    build(posted.candidate, load_op(posted.job.op).contract)
-
         with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-            for done, _ in enumerate(pool.map(one, names)):
+            folders = [self.root / "jobs" / name for name in names]
+            for done, _ in enumerate(pool.map(build_ahead, folders)):
                 self._report("build", done, len(names))
 
     def _has_result(self, name: str) -> bool:
@@ -239,6 +233,17 @@ class Worker:
             raise UsageError(
                 f"cannot write the result of {name}: {error.strerror}", "fix that and start again"
             ) from error
+
+
+def build_ahead(folder: Path) -> None:
+    """Compile a job's candidate into the cache. What cannot be read or built is told when it is
+    judged.
+    """
+    with suppress(PatcherError):
+        posted = read_job(folder)
+        # one that does not even name its op is never built
+        if posted is not None and posted.job.op in posted.candidate.source:
+            build(posted.candidate, load_op(posted.job.op).contract)
 
 
 def this_machine() -> WorkerMachine:

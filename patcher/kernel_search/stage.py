@@ -61,7 +61,7 @@ def search_kernel(
     the run's settings name.
 
     Args:
-        where: where candidates are judged: `local` or `exchange:DIR`.
+        where: where candidates are judged, as `--judge` names it.
         report: called with (stage, done, total).
         on_progress: hears of each iteration's stages.
         counters: whether right candidates are profiled for the analyst, where ncu works.

@@ -40,8 +40,8 @@ from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.judge import Judge
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.cli import app
-from patcher.judges import ExchangeJudge
 from patcher.judges import worker as worker_
+from patcher.judges.exchange import ExchangeJudge
 from patcher.judges.jobs import (
     JobFolder,
     JobResult,

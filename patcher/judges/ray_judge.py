@@ -1,0 +1,251 @@
+"""A judge on a Ray cluster: jobs go to the pool that everybody there shares (`ray_pool.py`)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import TYPE_CHECKING, Any, Literal
+
+from patcher.bench import Candidate, Evaluation, MissingError, PatcherError, UsageError
+from patcher.bench.judge import JudgeSettings, Progress
+from patcher.judges.jobs import JobFolder, JobResult, WorkerMachine
+from patcher.judges.remote import RemoteJudge, verdict
+
+if TYPE_CHECKING:
+    from patcher.judges.ray_pool import PoolReply
+    from patcher.judges.ray_worker import PoolJob, PoolOutcome
+
+POLL_S = 0.5
+ANSWER_S = 300.0
+"""Longest that a pool may take to answer: it may have to start first."""
+_AT_ONCE = 32
+_SAME = "install the same patcher, Python and ray on every node"
+_AGAIN = "restart the Ray cluster to have it judged again"
+
+
+class RayJudge(RemoteJudge):
+    """`ray[:ADDRESS][@GPU]`: ADDRESS as `ray.init` takes it, GPU as Ray's `accelerator_type`."""
+
+    def __init__(
+        self,
+        place: str,
+        settings: JudgeSettings,
+        request_id: str,
+        counters: bool = False,
+        report: Progress = lambda *_: None,
+    ) -> None:
+        super().__init__(place, settings, request_id, counters, report)
+        self._cluster = Cluster(place)
+        self._client = secrets.token_hex(8)
+        self._open: dict[str, tuple[Any, PoolJob]] = {}
+        self._done: dict[str, PoolOutcome] = {}
+
+    def __exit__(self, *exc: object) -> None:
+        for pool in self._pools():
+            self._cluster.answer(pool.forget.remote(self._client))
+
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            self._ask(candidate, None)
+        self._poll()
+
+    def submit(self, candidate: Candidate, settings: JudgeSettings | None = None) -> JobFolder:
+        posted = self._ask(candidate, settings)
+        self._poll()
+        return posted
+
+    def gather(self, jobs: Sequence[JobFolder]) -> list[Evaluation]:
+        """The verdicts, waited for."""
+        while missing := [job for job in jobs if job.digest not in self._done]:
+            replies = self._poll()
+            for reply in replies:
+                told = f"{reply.ready} of {reply.workers} Ray workers, {reply.waiting} jobs waiting"
+                self.report(f"{reply.stage} ({told})", reply.step, reply.steps)
+            if any(job.digest not in self._done for job in missing):
+                time.sleep(POLL_S)
+        return [self._taken(job) for job in jobs]
+
+    def _ask(self, candidate: Candidate, settings: JudgeSettings | None) -> JobFolder:
+        from patcher.judges.ray_worker import PoolJob
+
+        posted = self.job(candidate, settings)
+        if posted.digest not in self._done and posted.digest not in self._open:
+            chosen = (settings or self.settings).device or candidate.language.traits.device
+            on_cpu = candidate.language.compile_only or chosen == "cpu"
+            pool = self._cluster.pool("cpu" if on_cpu else "cuda")
+            files = posted.job.files(candidate)
+            job = PoolJob(name=posted.name, digest=posted.digest, files=files)
+            self._open[posted.digest] = (pool, job)
+        return posted
+
+    def _pools(self) -> list[Any]:
+        return list({id(pool): pool for pool, _ in self._open.values()}.values())
+
+    def _poll(self) -> list[PoolReply]:
+        """Ask for what is open, and hand over what is unknown: it is new, there was no room yet, or
+        the pool was started again."""
+        replies = []
+        for pool in self._pools():
+            mine = {digest: job for digest, (at, job) in self._open.items() if at is pool}
+            reply: PoolReply = self._cluster.answer(pool.poll.remote(self._client, list(mine)))
+            if reply.problem:
+                raise MissingError(f"no Ray worker starts: {reply.problem}", _SAME)
+            self._done.update(reply.done)
+            for digest in reply.done:
+                del self._open[digest]
+            unknown = [mine[digest] for digest in reply.unknown]
+            for first in range(0, len(unknown), _AT_ONCE):
+                some = unknown[first : first + _AT_ONCE]
+                self._cluster.answer(pool.submit.remote(self._client, some))
+            replies.append(reply)
+        return replies
+
+    def _taken(self, posted: JobFolder) -> Evaluation:
+        outcome = self._done[posted.digest]
+        if outcome.kind == "result":
+            return verdict(JobResult.model_validate_json(outcome.text), posted, _AGAIN)
+        del self._done[posted.digest]
+        if outcome.kind == "left":
+            raise MissingError(
+                f"a Ray worker lacks what {posted.name} needs: {outcome.text}", "repair its node"
+            )
+        raise PatcherError(f"{posted.name}: {outcome.text}", "its traceback is in the worker's log")
+
+    @classmethod
+    def hardware(cls, place: str, kind: Literal["cpu", "cuda"]) -> str:
+        cluster = Cluster(place)
+        pool = cluster.pool(kind)
+        while (told := cluster.answer(pool.machine.remote())) is None:
+            reply = cluster.answer(pool.poll.remote("", []))
+            if reply.problem:
+                raise MissingError(f"no Ray worker starts: {reply.problem}", _SAME)
+            time.sleep(POLL_S)
+        return WorkerMachine.model_validate_json(told).words[kind]
+
+
+class Cluster:
+    """The Ray cluster at `[ADDRESS][@GPU]`; without an address, `RAY_ADDRESS` or this machine's.
+
+    Raises:
+        MissingError: ray is not installed, or nothing answers there.
+    """
+
+    def __init__(self, place: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            from patcher.extras import missing_package
+
+            raise missing_package(error, "ray") from error
+        address, _, self._gpu = place.partition("@")
+        self._address = address or "auto"
+        self._ray: Any = ray
+        self._known: dict[str, Any] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        name = "this machine" if self._address == "auto" else self._address
+        if "://" in self._address:
+            raise UsageError(
+                f"{self._address} is Ray Client's, which patcher does not speak",
+                "run patcher on a machine of the cluster: --judge ray:HOST:PORT",
+            )
+        host, _, port = self._address.rpartition(":")
+        hint = "start one (ray start --head), or name another: --judge ray:HOST:PORT"
+        if host and port.isdigit():
+            try:  # ray itself tries for minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            except OSError as error:
+                raise MissingError(f"no Ray cluster answers at {name}", hint) from error
+            hint = f"{_SAME}; if it asks for a token, set RAY_AUTH_MODE=token"
+        if self._ray.is_initialized():
+            return  # whoever calls us has joined it
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
+        try:
+            with _own_signals():
+                self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+        except (OSError, ImportError, RuntimeError, ValueError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise MissingError(f"cannot join a Ray cluster at {name}: {said}", hint) from error
+
+    def pool(self, kind: Literal["cpu", "cuda"]) -> Any:
+        """The actor that has the jobs for a kind of device; it is started if there is none.
+
+        Raises:
+            MissingError: the cluster has no such GPU.
+            UsageError: it has GPUs of several kinds.
+        """
+        if kind not in self._known:
+            from patcher.judges.ray_pool import NAMESPACE, JudgePool
+
+            place = "cpu" if kind == "cpu" else self._gpu_kind()
+            self._known[kind] = (
+                self._ray.remote(JudgePool)
+                .options(
+                    name=f"judges-{place}",
+                    namespace=NAMESPACE,
+                    get_if_exists=True,
+                    lifetime="detached",
+                    num_cpus=0,
+                    max_restarts=-1,
+                    max_task_retries=-1,
+                )
+                .remote(place)
+            )
+        return self._known[kind]
+
+    def _gpu_kind(self) -> str:
+        prefix = "accelerator_type:"
+        resources = self._ray.cluster_resources()
+        kinds = sorted(name[len(prefix) :] for name in resources if name.startswith(prefix))
+        if self._gpu and self._gpu not in kinds:
+            raise MissingError(
+                f"the Ray cluster has no {self._gpu} GPU",
+                f"name one that it has ({', '.join(kinds) or 'none'}), or add a node with one: "
+                "ray start --address=HOST:PORT",
+            )
+        if not kinds:
+            raise MissingError(
+                "the Ray cluster has no GPU", "add a node with one: ray start --address=HOST:PORT"
+            )
+        if not self._gpu and len(kinds) > 1:
+            raise UsageError(
+                f"the Ray cluster has GPUs of several kinds: {', '.join(kinds)}",
+                f"name one, as in --judge ray@{kinds[0]}",
+            )
+        return self._gpu or kinds[0]
+
+    def answer(self, reference: Any) -> Any:
+        """What a call gives. The wait is Python's, so that signals are heard.
+
+        Raises:
+            MissingError: the cluster has ended.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            return reference.future().result(ANSWER_S)
+        except (NoAnswer, RayError) as error:
+            said = (str(error).strip().splitlines() or ["no answer"])[-1]
+            raise MissingError(
+                f"the pool of judges on the Ray cluster does not answer: {said}",
+                f"see that the cluster runs (ray status); {_SAME}",
+            ) from error
+
+
+class _own_signals:
+    """Puts handlers back that `ray.init` replaces."""
+
+    def __enter__(self) -> None:
+        self._before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *exc: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
