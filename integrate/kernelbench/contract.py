@@ -12,7 +12,7 @@ from typing import Any
 
 from patcher.bench import DTYPES, Contract, Record, arithmetic_value, names_in
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.problem import Problem, Trace, TracedTensor
+from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, TracedTensor, plain
 from patcher.integrate.kernelbench.written import identifier
 
 SUPPORTED = ("float32", "int64", "int32")
@@ -21,7 +21,7 @@ POINTS = (4, 2, 1)
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionColumn:
     """One column: in which arithmetic the baselines run, and so which error is allowed."""
 
     suffix: str
@@ -34,9 +34,11 @@ class Precision:
 
 
 PRECISIONS = {
-    "fp32": Precision("", "float32", False, 8, "float32 as given, with TF32 off"),
-    "tf32": Precision("_tf32", "float32", True, 8, "float32 with TF32 allowed in matrix products"),
-    "bf16": Precision(
+    "fp32": PrecisionColumn("", "float32", False, 8, "float32 as given, with TF32 off"),
+    "tf32": PrecisionColumn(
+        "_tf32", "float32", True, 8, "float32 with TF32 allowed in matrix products"
+    ),
+    "bf16": PrecisionColumn(
         "_bf16",
         "bfloat16",
         False,
@@ -44,7 +46,7 @@ PRECISIONS = {
         "bfloat16 inside, float32 at the boundary: at most the "
         "error of the module itself in bfloat16",
     ),
-    "fp16": Precision(
+    "fp16": PrecisionColumn(
         "_fp16",
         "float16",
         False,
@@ -87,7 +89,7 @@ class TracedOp:
     notes: list[str]
 
 
-def op_of(problem: Problem, trace: Trace, precision: Precision) -> TracedOp:
+def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> TracedOp:
     """Build the op of a trace.
 
     Raises:
@@ -145,7 +147,7 @@ def op_of(problem: Problem, trace: Trace, precision: Precision) -> TracedOp:
         {"tensor": names[_node(trace, each["tensor"])]} if "tensor" in each else each
         for each in trace.arguments
     ]
-    notes = [" ".join(each.split())[:200] for each in trace.notes]
+    notes = [plain(each) for each in trace.notes]
     if problem.changed:
         notes.append(f"sizes differ from the file's: {_changes(problem)}")
     if not trace.sizes:
@@ -153,7 +155,7 @@ def op_of(problem: Problem, trace: Trace, precision: Precision) -> TracedOp:
     return TracedOp(contract, read, names, arguments, notes)
 
 
-def _node(trace: Trace, name: object) -> str:
+def _node(trace: ProblemTrace, name: object) -> str:
     for each in trace.tensors:
         if each.kind == "input" and each.target == name:
             return each.node
@@ -170,7 +172,9 @@ def _supported(dtype: str, name: str) -> str:
     return dtype
 
 
-def _axes(trace: Trace, names: dict[str, str], taken: set[str]) -> tuple[dict[str, str], str]:
+def _axes(
+    trace: ProblemTrace, names: dict[str, str], taken: set[str]
+) -> tuple[dict[str, str], str]:
     """The axis of each symbol; without any, an axis that has one size."""
     axes: dict[str, str] = {}
     for each in trace.tensors:
@@ -224,8 +228,8 @@ def _table(tensor: TracedTensor) -> str:
 
 def _contract(
     problem: Problem,
-    trace: Trace,
-    precision: Precision,
+    trace: ProblemTrace,
+    precision: PrecisionColumn,
     tensors: list[dict[str, Any]],
     axes: dict[str, str],
     alone: str,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from patcher.bench import UsageError, load_ops, read_source
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.contract import PRECISIONS, Precision, op_of
+from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import is_problem, read_problem, trace
 
@@ -66,13 +66,15 @@ def import_problems(paths: list[Path], options: ProblemOptions) -> Problems:
     return result
 
 
-def _column(name: str) -> Precision:
+def _column(name: str) -> PrecisionColumn:
     if name not in PRECISIONS:
         raise UsageError(f"unknown precision {name!r}", f"choose of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
-def _one(path: Path, columns: list[Precision], options: ProblemOptions, result: Problems) -> None:
+def _one(
+    path: Path, columns: list[PrecisionColumn], options: ProblemOptions, result: Problems
+) -> None:
     problem = read_problem(path, options.scale, options.sizes)
     traced = trace(problem)
     for column in columns:

@@ -9,8 +9,8 @@ from typing import Any
 import tomlkit
 
 from patcher.bench import SCHEMA_VERSION, Contract, Record, VerificationError
-from patcher.integrate.kernelbench.contract import NamedTensor, Precision, TracedOp
-from patcher.integrate.kernelbench.problem import Problem, Trace
+from patcher.integrate.kernelbench.contract import NamedTensor, PrecisionColumn, TracedOp
+from patcher.integrate.kernelbench.problem import Problem, ProblemTrace
 from patcher.integrate.kernelbench.written import Body
 
 RECORD = "problem.json"
@@ -40,7 +40,7 @@ class ProblemRecord(Record):
 
 
 def op_files(
-    problem: Problem, trace: Trace, op: TracedOp, precision: Precision
+    problem: Problem, trace: ProblemTrace, op: TracedOp, precision: PrecisionColumn
 ) -> dict[str, bytes]:
     """Every file of the op folder, by path.
 

@@ -1,9 +1,9 @@
 """A KernelBench problem file: its sizes by name, and its trace, which the sandbox makes.
 
-The file is a stranger's code. Here it is only parsed; `sandboxed` runs it under
+The file is a stranger's code. Here it is only parsed; `runner` runs it under
 `patcher.bench.sandbox`, as compilers run: no network, no GPU, no file but its own, limits on
-memory and time. What comes back is data that nobody vouches for: `Trace` checks each field, and
-`written.py` writes the reference anew from a list of operators that only compute.
+memory and time. What comes back is data that nobody vouches for: `ProblemTrace` checks each field,
+and `written.py` writes the reference anew from a list of operators that only compute.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TracedOutput(Record):
     shape: tuple[Size, ...]
 
 
-class Symbol(Record):
+class FreeSize(Record):
     """A size that the module leaves free."""
 
     least: Annotated[int, Field(ge=0, le=1 << 40)]
@@ -74,7 +74,7 @@ class Symbol(Record):
     """In the file."""
 
 
-class Trace(Record):
+class ProblemTrace(Record):
     """What the sandbox made of a problem."""
 
     init: tuple[Any, ...]
@@ -84,10 +84,10 @@ class Trace(Record):
     """The arguments of `forward`: `{"tensor": NAME}` or `{"value": LITERAL}`."""
     steps: Annotated[tuple[TracedStep, ...], Field(max_length=2000)]
     outputs: Annotated[tuple[TracedOutput, ...], Field(min_length=1, max_length=64)]
-    symbols: dict[Name, Symbol]
+    symbols: dict[Name, FreeSize]
     sums: tuple[Size, ...]
     flops: tuple[str, ...]
-    notes: tuple[str, ...]
+    notes: Annotated[tuple[str, ...], Field(max_length=20)]
     sizes: tuple[dict[Name, int], ...]
     """Other sizes at which the module and the graph agree."""
 
@@ -168,7 +168,7 @@ class _Scaled(ast.NodeTransformer):
         return node
 
 
-def trace(found: Problem) -> Trace:
+def trace(found: Problem) -> ProblemTrace:
     """Run a problem in the sandbox and check what comes back.
 
     Raises:
@@ -178,7 +178,7 @@ def trace(found: Problem) -> Trace:
         work = Path(folder)
         (work / "problem.py").write_text(found.source, encoding="utf-8")
         shutil.copytree(
-            Path(__file__).with_name("sandboxed"),
+            Path(__file__).with_name("runner"),
             work / "patcher_trace",
             ignore=shutil.ignore_patterns("__pycache__"),
         )
@@ -187,19 +187,20 @@ def trace(found: Problem) -> Trace:
         told = work / "trace.json"
         if code != 0 or told.is_symlink() or not told.is_file():
             last = (log.strip().splitlines() or [f"exit code {code}"])[-1]
-            raise Refused(f"the sandbox ended its trace: {last[:300]}; a smaller --scale may help")
+            raise Refused(f"the sandbox ended its trace: {plain(last)}; a smaller --scale may help")
         if told.stat().st_size > _LINES:
             raise Refused("its trace is too large")
         try:
             document = parse_json(told.read_bytes())
             if isinstance(document, dict) and "refused" in document:
-                raise Refused(_plain(str(document["refused"])))
-            return Trace.model_validate(document)
+                raise Refused(plain(str(document["refused"])))
+            return ProblemTrace.model_validate(document)
         except (ValidationError, ValueError) as error:
             raise Refused(f"its trace is damaged: {problem(error):.200}") from error
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A stranger's text on one line, of printable characters, cut to 400."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())[:400]
 
 

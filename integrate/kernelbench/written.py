@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.problem import Trace, TracedStep, literal
+from patcher.integrate.kernelbench.problem import ProblemTrace, TracedStep, literal
 
 FACTORIES = ("full", "zeros", "ones", "arange", "eye", "scalar_tensor", "linspace")
 PRIVATE = ("_to_copy", "_softmax", "_log_softmax", "_unsafe_view", "_assert_tensor_metadata")
@@ -60,7 +60,7 @@ def _silent(name: str, step: TracedStep) -> bool:
 class Body:
     """The statements of `module`, with the names of what they read."""
 
-    def __init__(self, trace: Trace, names: dict[str, str]) -> None:
+    def __init__(self, trace: ProblemTrace, names: dict[str, str]) -> None:
         self.names = dict(names)
         """Python's names of the graph's nodes."""
         taken = set(names.values())

@@ -22,7 +22,13 @@ from patcher.cli import main
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.contract import PRECISIONS, op_of
 from patcher.integrate.kernelbench.op_files import op_files
-from patcher.integrate.kernelbench.problem import Problem, Trace, is_problem, read_problem, trace
+from patcher.integrate.kernelbench.problem import (
+    Problem,
+    ProblemTrace,
+    is_problem,
+    read_problem,
+    trace,
+)
 
 PROBLEM = '''import os
 import torch
@@ -91,7 +97,7 @@ void level2_7_linear_norm(TensorView x, TensorView weight, TensorView bias, Tens
 """
 RIGHT = CPP.replace("GAIN", "* g[o] + s[o]")
 WRONG = CPP.replace("GAIN", "")
-"""Leaves out the norm's gain and shift, which are 1 and 0 in every module that was never trained."""
+"""Leaves out the norm's gain and shift, which are 1 and 0 in a module that was never trained."""
 TORCH = """import torch
 
 
@@ -137,9 +143,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
 
 def patcher(words: list[str]) -> int | str | None:
     """Exit code of the command."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["patcher", *words])
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
     return ended.value.code
 
 
@@ -235,7 +242,7 @@ def test_a_model_new_is_a_candidate(places: dict[str, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def traced(places: dict[str, Path]) -> tuple[Problem, Trace]:
+def traced(places: dict[str, Path]) -> tuple[Problem, ProblemTrace]:
     problem = read_problem(places["problem"], 1, {})
     return problem, trace(problem)
 
@@ -258,23 +265,23 @@ STEP = {"node": "relu", "arguments": [{"node": "x"}], "keywords": {}}
     ],
 )
 def test_a_forged_trace_is_refused(
-    traced: tuple[Problem, Trace], step: dict[str, Any], reason: str
+    traced: tuple[Problem, ProblemTrace], step: dict[str, Any], reason: str
 ) -> None:
     problem, found = traced
     document = json.loads(found.model_dump_json())
     document["steps"][-1] = {**STEP, **step}
-    forged = Trace.model_validate(document)
+    forged = ProblemTrace.model_validate(document)
     with pytest.raises(Refused, match=reason):
         op_files(problem, forged, op_of(problem, forged, PRECISIONS["fp32"]), PRECISIONS["fp32"])
 
 
 @pytest.mark.parametrize("field", ["node", "keywords"])
-def test_names_of_a_trace_are_names(traced: tuple[Problem, Trace], field: str) -> None:
+def test_names_of_a_trace_are_names(traced: tuple[Problem, ProblemTrace], field: str) -> None:
     document = json.loads(traced[1].model_dump_json())
     evil = "x; import os"
     document["steps"][0][field] = {evil: 1} if field == "keywords" else evil
     with pytest.raises(ValueError, match="pattern"):
-        Trace.model_validate(document)
+        ProblemTrace.model_validate(document)
 
 
 def test_sizes_are_scaled_and_named(tmp_path: Path) -> None:
@@ -286,7 +293,8 @@ def test_sizes_are_scaled_and_named(tmp_path: Path) -> None:
         "shape": "(N, 512) -> (N, 32)",
         "batch": "64 -> 4",
     }
-    assert found.name.endswith("_3_sizes") and not is_problem(found.source)
+    assert found.name.endswith("_3_sizes")
+    assert not is_problem(found.source)
 
 
 RANDOM = """import torch
