@@ -84,7 +84,7 @@ class TracedOp:
     tensors: list[NamedTensor]
     """Those that are read, in the contract's order."""
     nodes: dict[str, str]
-    """The tensors' names by the graph's."""
+    """How Python reads the tensors, by the graph's names."""
     arguments: list[dict[str, Any]]
     notes: list[str]
 
@@ -107,7 +107,7 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
             kind=each.kind,
             target=each.target,
             dtype=_supported(each.dtype, names[each.node]),
-            shape=_shape(each.shape, axes, fixed_axis if index == 0 else ""),
+            shape=_shape(each.shape, axes, fixed_axis if index == 0 else "") or ("1",),
             drawn=each.drawn,
             low=each.low,
             high=each.high,
@@ -152,7 +152,12 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
         notes.append(f"sizes differ from the file's: {_changes(problem)}")
     if not trace.sizes:
         notes.append("only the file's own sizes are judged: the graph holds at no others")
-    return TracedOp(contract, read, names, arguments, notes)
+    # a contract's tensors have an axis; the graph reads a number as the module has it
+    nodes = {
+        each.node: names[each.node] if each.shape else f"{names[each.node]}.reshape(())"
+        for each in trace.tensors
+    }
+    return TracedOp(contract, read, nodes, arguments, notes)
 
 
 def _node(trace: ProblemTrace, name: object) -> str:
@@ -202,12 +207,14 @@ def _shape(sizes: tuple[str, ...], axes: dict[str, str], alone: str) -> tuple[st
 def _renamed(text: str, axes: dict[str, str]) -> str:
     expression = re.sub(r"[A-Za-z_]\w*", lambda match: axes.get(match[0], match[0]), text)
     try:
-        if names_in(expression) - set(axes.values()):
+        names = names_in(expression)
+        if names - set(axes.values()):
             raise Refused("its trace names a size that it does not define")
-        if not names_in(expression):
-            return str(int(arithmetic_value(expression, {})))
-    except (SyntaxError, ValueError, ZeroDivisionError) as error:
+        value = arithmetic_value(expression, dict.fromkeys(names, 64))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError) as error:
         raise Refused("its trace has a size that is no arithmetic") from error
+    if not names:
+        return str(int(value))
     return expression
 
 

@@ -37,7 +37,7 @@ def _patcher_places(made=[]):
     own = {{**dict(module.named_parameters()), **dict(module.named_buffers())}}
     places = {state!r}
     if any(place not in own for place in places.values()):
-        learned = [(name, tuple(each.shape)) for name, each in module.named_parameters()]
+        learned = [(name, tuple(each.shape) or (1,)) for name, each in module.named_parameters()]
         given = {parameters!r}
         if [shape for _, shape in learned] != list(given.values()):
             raise RuntimeError("ModelNew has other parameters than Model")
@@ -49,7 +49,7 @@ def _patcher_places(made=[]):
         table = owner._parameters if leaf in owner._parameters else owner._buffers
         if leaf not in table:
             raise RuntimeError(f"ModelNew has no {{place}}")
-        found.append((table, leaf, name))
+        found.append((table, leaf, name, tuple(table[leaf].shape)))
     made += [module, found]
     return made
 
@@ -57,8 +57,8 @@ def _patcher_places(made=[]):
 def {op}({names}):
     module, places = _patcher_places()
     state = {{{bound}}}
-    for table, leaf, name in places:
-        table[leaf] = state[name]
+    for table, leaf, name, shape in places:
+        table[leaf] = state[name] if shape else state[name].reshape(())
     values = module({given})
     values = values if isinstance(values, (tuple, list)) else (values,)
     for out, value in zip(({written},), values, strict=True):
@@ -86,6 +86,8 @@ class ModelNew(Model):
         return {returned}
 '''
 
+_NUMBER = ".reshape(1)"
+"""A contract's tensors have an axis, a parameter of one number may have none."""
 INLINE = """from torch.utils.cpp_extension import load_inline as _load_inline
 
 _patcher_kernel = _load_inline(
@@ -236,7 +238,7 @@ def model_new(candidate: Candidate, problem: Path) -> str:
         for index, each in enumerate(record.arguments)
     ]
     names = [
-        f"state[{record.state[each.name]!r}].detach()"
+        f"state[{record.state[each.name]!r}].detach(){_NUMBER if each.shape == ('1',) else ''}"
         if each.name in record.state
         else f"{each.name}.contiguous()"
         if each.access == "read"

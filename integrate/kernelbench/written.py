@@ -63,7 +63,7 @@ class Body:
     def __init__(self, trace: ProblemTrace, names: dict[str, str]) -> None:
         self.names = dict(names)
         """Python's names of the graph's nodes."""
-        taken = set(names.values())
+        taken = {text.partition(".")[0] for text in names.values()}
         self.lines: list[str] = []
         for step in trace.steps:
             if step.target == f"aten.{NO_RESULT}.default":

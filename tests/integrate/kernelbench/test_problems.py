@@ -46,17 +46,18 @@ except OSError:
 
 
 class Model(nn.Module):
-    """Linear, scale, LayerNorm, ReLU."""
+    """Linear, scale, LayerNorm, ReLU, a learned factor."""
 
     def __init__(self, inside, outside, scale):
         super().__init__()
         self.linear = nn.Linear(inside, outside)
         self.norm = nn.LayerNorm(outside)
         self.scale = scale
+        self.factor = nn.Parameter(torch.tensor(0.25))
 
     def forward(self, x):
         x = self.linear(x) * self.scale
-        return torch.relu(self.norm(x))
+        return torch.relu(self.norm(x)) * self.factor
 
 
 def get_inputs():
@@ -72,8 +73,8 @@ CPP = """#include <tvm/ffi/container/tensor.h>
 #include <vector>
 using tvm::ffi::TensorView;
 static const float* at(TensorView t) { return static_cast<const float*>(t.data_ptr()); }
-void level2_7_linear_norm(TensorView x, TensorView weight, TensorView bias, TensorView gain,
-                          TensorView shift, TensorView out) {
+void level2_7_linear_norm(TensorView x, TensorView factor, TensorView weight, TensorView bias,
+                          TensorView gain, TensorView shift, TensorView out) {
   const float *a = at(x), *w = at(weight), *b = at(bias), *g = at(gain), *s = at(shift);
   auto* y = static_cast<float*>(out.data_ptr());
   const int64_t rows = x.size(0), inside = x.size(1), outside = weight.size(0);
@@ -90,7 +91,7 @@ void level2_7_linear_norm(TensorView x, TensorView weight, TensorView bias, Tens
     const double scale = 1.0 / std::sqrt(square / outside + 1e-5);
     for (int64_t o = 0; o < outside; ++o) {
       const double value = (row[o] - mean) * scale GAIN;
-      y[r * outside + o] = value < 0 ? 0.0f : float(value);
+      y[r * outside + o] = float((value < 0 ? 0.0 : value) * *at(factor));
     }
   }
 }
@@ -101,10 +102,12 @@ WRONG = CPP.replace("GAIN", "")
 TORCH = """import torch
 
 
-def level2_7_linear_norm(x, linear_weight, linear_bias, norm_weight, norm_bias, output):
+def level2_7_linear_norm(
+    x, factor, linear_weight, linear_bias, norm_weight, norm_bias, output
+):
     y = torch.addmm(linear_bias, x, linear_weight.t()) * 2.0
     y = torch.nn.functional.layer_norm(y, y.shape[-1:], WEIGHTS)
-    output.copy_(y.relu_())
+    output.copy_(y.relu_().mul_(factor))
 """
 OTHERS = """import torch
 import torch.nn as nn
@@ -116,9 +119,10 @@ class ModelNew(nn.Module):
         self.matrix = nn.Linear(inside, outside)
         self.last = nn.LayerNorm(outside)
         self.scale = scale
+        self.by = nn.Parameter(torch.tensor(0.25))
 
     def forward(self, x):
-        return torch.relu(self.last(torch.mul(self.matrix(x), self.scale)))
+        return torch.relu(self.last(torch.mul(self.matrix(x), self.scale))) * self.by
 """
 
 
@@ -188,6 +192,7 @@ def test_columns_of_precision_are_ops_of_their_own(places: dict[str, Path]) -> N
     assert made == {OP, f"{OP}_tf32", f"{OP}_bf16"}
     op = load_op(OP)
     assert [each.name for each in op.contract.tensors if each.constant] == [
+        "factor",
         "linear_weight",
         "linear_bias",
         "norm_weight",
@@ -282,6 +287,16 @@ def test_names_of_a_trace_are_names(traced: tuple[Problem, ProblemTrace], field:
     document["steps"][0][field] = {evil: 1} if field == "keywords" else evil
     with pytest.raises(ValueError, match="pattern"):
         ProblemTrace.model_validate(document)
+
+
+@pytest.mark.parametrize("size", ["exit()", "s0 ** 9 ** 9", "2 ** 9 ** 9", "1 // 0", "s0 +"])
+def test_sizes_of_a_trace_are_arithmetic(traced: tuple[Problem, ProblemTrace], size: str) -> None:
+    document = json.loads(traced[1].model_dump_json())
+    [symbol] = document["symbols"]
+    document["outputs"][0]["shape"][0] = size.replace("s0", symbol)
+    forged = ProblemTrace.model_validate(document)
+    with pytest.raises(Refused, match="size"):
+        op_of(traced[0], forged, PRECISIONS["fp32"])
 
 
 def test_sizes_are_scaled_and_named(tmp_path: Path) -> None:
