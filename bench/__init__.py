@@ -38,6 +38,8 @@ from patcher.bench.judge.evaluation import (
     geomean,
 )
 from patcher.bench.machine.environment import Environment
+from patcher.bench.ops.arithmetic import evaluate as arithmetic_value
+from patcher.bench.ops.arithmetic import names_in
 from patcher.bench.ops.candidate import Candidate, Language, guess_language
 from patcher.bench.ops.contract import (
     SIZED,
@@ -142,6 +144,7 @@ __all__ = [
     "WaitingError",
     "Window",
     "Workload",
+    "arithmetic_value",
     "as_paths",
     "check_arguments",
     "comment_mark",
@@ -156,6 +159,7 @@ __all__ = [
     "library",
     "load_op",
     "load_ops",
+    "names_in",
     "obstacle",
     "pairs_needed",
     "parse_json",

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from patcher.integrate.activation import Activation, activate, prepare
     from patcher.integrate.counts import CallCounters, GraphWatch
     from patcher.integrate.export import export_patch
-    from patcher.integrate.imports import import_kernel
+    from patcher.integrate.imports import import_kernel, import_model_new
+    from patcher.integrate.kernelbench.imports import ProblemOptions
+    from patcher.integrate.kernelbench.model_new import write_model_new
+    from patcher.integrate.kernelbench.problem import sizes_of
     from patcher.integrate.measuring import activated, await_engine, worker_receipts
     from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
     from patcher.integrate.tensorrt_llm import check_workers, write_module
@@ -44,6 +47,10 @@ _LAZY = {
     "engine_wants": "patcher.integrate.points",
     "export_patch": "patcher.integrate.export",
     "import_kernel": "patcher.integrate.imports",
+    "import_model_new": "patcher.integrate.imports",
+    "ProblemOptions": "patcher.integrate.kernelbench.imports",
+    "sizes_of": "patcher.integrate.kernelbench.problem",
+    "write_model_new": "patcher.integrate.kernelbench.model_new",
     "prepare": "patcher.integrate.activation",
     "names_taken": "patcher.integrate.points",
     "specs_of": "patcher.integrate.points",
@@ -71,6 +78,7 @@ __all__ = [
     "Manifest",
     "OpPlaces",
     "Patch",
+    "ProblemOptions",
     "Receipt",
     "Store",
     "Switches",
@@ -85,6 +93,7 @@ __all__ = [
     "home_store",
     "idle_patches",
     "import_kernel",
+    "import_model_new",
     "is_archive",
     "make_diff",
     "must_fit_model",
@@ -97,11 +106,13 @@ __all__ = [
     "prepare",
     "read_receipts",
     "require_target",
+    "sizes_of",
     "specs_of",
     "startup_python_path",
     "unpacked",
     "verify",
     "worker_receipts",
+    "write_model_new",
     "write_module",
     "write_recipe",
 ]

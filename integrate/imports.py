@@ -31,6 +31,7 @@ from patcher.integrate.formats.foreign_contract import Refused, op_of
 from patcher.integrate.formats.foreign_schema import Definition, Solution, Trace
 from patcher.integrate.formats.foreign_source import candidate_from
 from patcher.integrate.formats.op_folder import op_files, own_op_files
+from patcher.integrate.kernelbench.imports import ProblemOptions, import_problems, problem_files
 
 
 class ImportResult(Record):
@@ -73,14 +74,17 @@ class _Import:
         self.sources[f"{folder}/{candidate.file_name}"] = candidate.digest
 
 
-def import_kernel(path: Path, out: Path) -> ImportResult:
-    """Import the kernels of an export or of a flashinfer-bench dataset as sources and op folders.
+def import_kernel(path: Path, out: Path, problems: ProblemOptions | None = None) -> ImportResult:
+    """Import the kernels of an export or of a flashinfer-bench dataset as sources and op folders,
+    or KernelBench problems as op folders.
 
     Args:
         path: a folder that `patcher export` made, a flashinfer-bench dataset (`definitions/` and
-            `solutions/`), or the JSON file of one Definition.
+            `solutions/`), the JSON file of one Definition, or a KernelBench problem or a folder
+            of them.
         out: the folder to write, with the layout of `kernels/`: `OP/solutions/NAME/`, and
             `OP/op.toml` for new ops.
+        problems: sizes and precisions of KernelBench problems.
 
     Returns:
         What was written, what was refused, and notes.
@@ -97,6 +101,12 @@ def import_kernel(path: Path, out: Path) -> ImportResult:
     elif path.suffix == ".json" and path.is_file():
         definition = _record(Definition, path.read_bytes(), path.name)
         _definition(definition, [], [], result)
+    elif found := problem_files(path):
+        traced = import_problems(found, problems or ProblemOptions())
+        result.files |= traced.files
+        result.ops += traced.ops
+        result.notes += traced.notes
+        result.refused |= traced.refused
     elif (path / "build").is_dir() or (path / "metadata.json").is_file():
         raise UsageError(
             f"{path} is a kernel repository without {CARRIED}, so it has no contract or reference",
@@ -104,8 +114,9 @@ def import_kernel(path: Path, out: Path) -> ImportResult:
         )
     else:
         raise UsageError(
-            f"{path} is neither an export nor a flashinfer-bench dataset",
-            f"give a folder with {CARRIED} or definitions/, or the JSON file of a Definition",
+            f"{path} is no export, no flashinfer-bench dataset and no KernelBench problem",
+            f"give a folder with {CARRIED} or definitions/, the JSON file of a Definition, or a "
+            "Python file with Model, get_inputs and get_init_inputs",
         )
     if not result.files:
         why = "; ".join(f"{name}: {reason}" for name, reason in result.refused.items())
@@ -117,6 +128,31 @@ def import_kernel(path: Path, out: Path) -> ImportResult:
         ops=tuple(result.ops),
         notes=tuple(result.notes),
         refused=result.refused,
+    )
+
+
+def import_model_new(op: str, path: Path, out: Path) -> ImportResult:
+    """Import a `ModelNew` file of KernelBench as a candidate of an imported problem.
+
+    Args:
+        op: name of the op, in the library or in `$PATCHER_OPS`.
+        path: the file.
+        out: the folder to write, with the layout of `kernels/`.
+
+    Raises:
+        UsageError: the op comes from no problem, the file cannot be read or defines no `ModelNew`,
+            or a different file exists where one would be written.
+    """
+    from patcher.integrate.kernelbench.model_new import candidate_of, source_text
+
+    candidate = candidate_of(op, source_text(path))
+    result = _Import()
+    name = re.sub(r"\W", "_", path.stem, flags=re.ASCII)
+    device = candidate.language.traits.device or "cuda"
+    result.put(candidate, name, device, f"a ModelNew of KernelBench for {op}", "KernelBench")
+    _write(out, result.files)
+    return ImportResult(
+        folder=str(out), sources=result.sources, ops=(), notes=tuple(result.notes), refused={}
     )
 
 

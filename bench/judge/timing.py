@@ -322,8 +322,7 @@ class TimingSession:
             if failure.fatal:
                 raise
             return Traced(f"CUPTI cannot be asked here: {failure.message}"[:200], {})
-        spans = [(str(name), int(begin), int(end)) for name, begin, end in reply["spans"]]
-        if not spans:
+        if not (spans := [(str(name), int(a), int(b)) for name, a, b in reply["spans"]]):
             return Traced("CUPTI saw no kernel", {})
         if problem := overran(spans, float(reply["times_ns"][0]) * len(order)):
             raise WrongCall("clocks", f"{point.label()}: {problem}")
@@ -331,12 +330,11 @@ class TimingSession:
 
     def _served_otherwise(self, point: Point, sets: int) -> dict[str, float]:
         """Median times with L2 overwritten before each call, and outside a graph."""
-        medians: dict[str, float] = {}
-        for mode in ("cold", "eager"):
-            for name, arm in (("candidate", self.ours), ("baseline", self.theirs)):
-                block = self._take(arm, self._fresh(point, sets), COLD_CALLS, mode)
-                medians[f"{name}_{mode}_us"] = block.figure
-        return medians
+        return {
+            f"{name}_{mode}_us": self._take(arm, self._fresh(point, sets), COLD_CALLS, mode).figure
+            for mode in ("cold", "eager")
+            for name, arm in (("candidate", self.ours), ("baseline", self.theirs))
+        }
 
     def _checked(self, batch: CallSets, order: list[int], mode: str) -> TimedBlock:
         """Time a block of the candidate and check the outputs of the timed calls."""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from patcher.bench import UsageError
 from patcher.commands.console import Json, Output, app, examples
 
 
@@ -15,11 +16,18 @@ from patcher.commands.console import Json, Output, app, examples
 @examples(
     "patcher export norm-patch --to hf-kernels --out fused-add-rms-norm --license apache-2.0",
     "patcher export norm-patch --to flashinfer --out norm-dataset",
+    "patcher export kernel.py --to kernelbench --op level2_37_matmul_swish_sum_groupnorm "
+    "--problem KernelBench/level2/37_Matmul_Swish_Sum_GroupNorm.py --out model_new.py",
 )
 def export(
-    patch: Annotated[Path, typer.Argument(help="A patch bundle.")],
-    to: Annotated[str, typer.Option("--to", help="hf-kernels or flashinfer.")],
-    out: Annotated[Path, typer.Option("--out", help="A new folder, or an earlier export.")],
+    patch: Annotated[
+        Path, typer.Argument(help="A patch bundle; kernelbench: a source of an imported op.")
+    ],
+    to: Annotated[str, typer.Option("--to", help="hf-kernels, flashinfer or kernelbench.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="A new folder, or an earlier export; kernelbench: a new file."),
+    ],
     sweep: Annotated[
         str | None,
         typer.Option(help="flashinfer: the sweep of the evidence, where it is ambiguous."),
@@ -27,13 +35,33 @@ def export(
     license: Annotated[
         str, typer.Option(help="hf-kernels: license of the source, as the Hub spells it.")
     ] = "unknown",
+    op: Annotated[
+        str | None, typer.Option(help="kernelbench: the op that the problem was imported as.")
+    ] = None,
+    problem: Annotated[
+        Path | None, typer.Option(help="kernelbench: the problem's file, whose text is copied.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a patch as a Hugging Face kernel repository or a flashinfer-bench dataset.
+    """Write a patch as a Hugging Face kernel repository or a flashinfer-bench dataset, or a
+    candidate of an imported KernelBench problem as a ModelNew file.
 
     Prints what the format cannot express.
     """
     from patcher.integrate import Patch, export_patch, unpacked
+
+    if to == "kernelbench":
+        from patcher.integrate import write_model_new
+
+        if op is None or problem is None:
+            raise UsageError(
+                "a ModelNew file needs the op and its problem", "add --op OP --problem FILE"
+            )
+        written = write_model_new(op, patch, problem, out)
+        Output(as_json).emit(written, Text(f"{out}: a ModelNew of {written.file}"))
+        return 0
+    if op is not None or problem is not None:
+        raise UsageError("--op and --problem belong to --to kernelbench", "drop them")
 
     with unpacked(patch) as folder:
         done = export_patch(Patch.load(folder), to, out, sweep=sweep, license=license)
@@ -48,19 +76,56 @@ def export(
 @examples(
     "patcher import norm-dataset --out imported",
     "PATCHER_OPS=imported patcher evaluate OP imported/OP/solutions/NAME/OP.py",
+    "patcher import KernelBench/level2 --precision fp32 --precision tf32 --out imported",
+    "patcher import KernelBench/level2/37_Matmul_Swish_Sum_GroupNorm.py --size batch_size=1024",
+    "PATCHER_OPS=imported patcher import model_new.py --op OP --out imported",
 )
 def import_(
-    path: Annotated[Path, typer.Argument(help="An export, a dataset, or a Definition's file.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="An export, a dataset, a Definition's file, or KernelBench's problems: a file "
+            "or a folder."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the ops.")] = Path("imported"),
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KernelBench: fp32 (as given, TF32 off), tf32, bf16 or fp16; each is an op of "
+            "its own, with its own baselines and tolerance. Default: fp32."
+        ),
+    ] = None,
+    scale: Annotated[
+        int,
+        typer.Option(
+            help="KernelBench: divide the file's top-level sizes that stay at least 16.", min=1
+        ),
+    ] = 1,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="KernelBench: another value of a top-level size, NAME=SIZE."),
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option(help="KernelBench: the file is a ModelNew for this imported op.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Read an export or a flashinfer-bench dataset as sources, and as ops where they are new.
+    """Read an export or a flashinfer-bench dataset as sources, and as ops where they are new; or
+    KernelBench's problems as ops.
 
-    Runs nothing of it, and reports everything that it leaves out.
+    Reports everything that it leaves out. Runs nothing of exports and datasets. A KernelBench
+    problem runs in the sandbox alone, which traces its module; the op is written from the trace.
+
+    Exit code 0: something was imported; 2: nothing, and why; 5: an export was changed.
     """
-    from patcher.integrate import import_kernel
+    from patcher.integrate import ProblemOptions, import_kernel, import_model_new, sizes_of
 
-    done = import_kernel(path, out)
+    if op is not None:
+        done = import_model_new(op, path, out)
+    else:
+        options = ProblemOptions(tuple(precision or ("fp32",)), scale, sizes_of(size or []))
+        done = import_kernel(path, out, options)
     lines = [f"{out / name}  {digest[:12]}" for name, digest in done.sources.items()]
     lines += [f"{out / name}: a new op" for name in done.ops]
     lines += [f"  note: {each}" for each in done.notes]

@@ -17,6 +17,7 @@ def models(as_json: Json = False) -> int:
     runs.
     """
     from patcher.models.limits import list_limits
+    from patcher.models.prices import old_prices, prices
     from patcher.models.registry import list_models
     from patcher.settings import resolve
     from patcher.show.models import limits_table, models_table
@@ -29,10 +30,11 @@ def models(as_json: Json = False) -> int:
         "models": rows,
         "language_models": [row.model_dump(mode="json") for row in asked],
         "named_limits": [each.model_dump(mode="json") for each in limits],
+        "prices_looked_at": f"{prices().looked_at}",
     }
     served = (Text(f"{name}: {text}") for name, text in rows.items())
     output = Output(as_json)
-    for each in problems:
+    for each in [*problems, *filter(None, [old_prices()])]:
         output.err.print(Text(each))
     shown = [Text(), limits_table(limits)] if limits else []
     output.emit(document, Text("served models"), *served, Text(), models_table(asked), *shown)

@@ -11,6 +11,7 @@ from patcher.judges.meter import JUDGE_LIMIT_S
 from patcher.models import MODELS, PROMPT_TOKENS, Role, unknown_model
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import more_room
+from patcher.models.prices import old_prices
 from patcher.models.registry import ModelEntry, entry_of
 from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
@@ -110,6 +111,7 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
             "worst: prompts fill their room at one token for each byte, every reply is cut off "
             f"until it has the most room, a judgement takes {JUDGE_LIMIT_S / 60:g} minutes",
             "calls that fail and may have been billed come on top; a ceiling holds for them, too",
+            *filter(None, [old_prices()]),
         ),
     )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from datetime import date
 from functools import cache
 from importlib import resources
 
 from patcher.bench import Record
+
+OLD_DAYS = 90
+"""Days after which list prices are shown with a warning."""
 
 
 class Price(Record):
@@ -30,6 +34,8 @@ class Price(Record):
 class Prices(Record):
     default: str
     """The model that is used when none is named."""
+    looked_at: date
+    """When the list prices were looked up."""
     models: dict[str, Price]
 
 
@@ -37,6 +43,22 @@ class Prices(Record):
 def prices() -> Prices:
     text = resources.files("patcher").joinpath("models", "prices.toml").read_text(encoding="utf-8")
     return Prices(**tomllib.loads(text))
+
+
+def old_prices(today: date | None = None) -> str | None:
+    """A warning if the list prices are older than `OLD_DAYS`, else None.
+
+    Args:
+        today: None: the machine's date.
+    """
+    known = prices().looked_at
+    days = ((today or date.today()) - known).days
+    if days <= OLD_DAYS:
+        return None
+    return (
+        f"list prices are of {known}, {days} days old: models and prices may have changed; "
+        "[models.NAME] of patcher.toml gives your own"
+    )
 
 
 def price(model: str) -> Price | None:

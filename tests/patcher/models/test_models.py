@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from patcher.models.budget import Budget
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import ModelClient
 from patcher.models.exchange import ExchangeModel
-from patcher.models.prices import price, prices
+from patcher.models.prices import OLD_DAYS, old_prices, price, prices
 from patcher.models.registry import ModelEntry, list_models
 from patcher.models.replay import ReplayModel, export_recording, read_recording
 from patcher.runs.run import Run
@@ -217,6 +218,13 @@ class TestPrices:
         assert price(prices().default) is not None
         assert price("no-such-model") is None
         assert price("claude-haiku-4-5-20251001") == price("claude-haiku-4-5")
+
+    def test_old_prices_are_told(self) -> None:
+        looked_at = prices().looked_at
+        assert old_prices(looked_at + timedelta(days=OLD_DAYS)) is None
+        warned = old_prices(looked_at + timedelta(days=OLD_DAYS + 1)) or ""
+        assert str(looked_at) in warned
+        assert "91 days" in warned
 
     def test_cost_in_bands(self) -> None:
         haiku = price("claude-haiku-5-5")

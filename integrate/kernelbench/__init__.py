@@ -1,0 +1,1 @@
+"""KernelBench problems as ops, and candidates as `ModelNew` files and back."""

@@ -1,0 +1,292 @@
+"""The contract of a traced problem, in one of the columns of precision that are never mixed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from patcher.bench import DTYPES, Contract, Record, arithmetic_value, names_in
+from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, TracedTensor, plain
+from patcher.integrate.kernelbench.written import identifier
+
+SUPPORTED = ("float32", "int64", "int32")
+POINTS = (4, 2, 1)
+"""The sweep times the file's size of the swept axis divided by each of these."""
+
+
+@dataclass(frozen=True)
+class PrecisionColumn:
+    """One column: in which arithmetic the baselines run, and so which error is allowed."""
+
+    suffix: str
+    number: str
+    """torch's dtype in which the baselines compute."""
+    tf32: bool
+    bits: int
+    """Bits of mantissa of the planted control, which the judge must reject."""
+    said: str
+
+
+PRECISIONS = {
+    "fp32": PrecisionColumn("", "float32", False, 8, "float32 as given, with TF32 off"),
+    "tf32": PrecisionColumn(
+        "_tf32", "float32", True, 8, "float32 with TF32 allowed in matrix products"
+    ),
+    "bf16": PrecisionColumn(
+        "_bf16",
+        "bfloat16",
+        False,
+        4,
+        "bfloat16 inside, float32 at the boundary: at most the "
+        "error of the module itself in bfloat16",
+    ),
+    "fp16": PrecisionColumn(
+        "_fp16",
+        "float16",
+        False,
+        6,
+        "float16 inside, float32 at the boundary: at most the "
+        "error of the module itself in float16",
+    ),
+}
+
+
+class NamedTensor(Record):
+    """A tensor of the op and where it comes from."""
+
+    name: str
+    kind: str
+    """`input`, `parameter` or `buffer`."""
+    target: str
+    """Name in the module, or of the argument of `forward`."""
+    dtype: str
+    shape: tuple[str, ...]
+    drawn: str
+    low: float
+    high: float
+    table: str = ""
+
+    @property
+    def given(self) -> bool:
+        """Whether only the op's inputs.py chooses its values."""
+        return self.dtype != "float32" or self.drawn == "table"
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    contract: Contract
+    tensors: list[NamedTensor]
+    """Those that are read, in the contract's order."""
+    nodes: dict[str, str]
+    """How Python reads the tensors, by the graph's names."""
+    arguments: list[dict[str, Any]]
+    notes: list[str]
+
+
+def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> TracedOp:
+    """Build the op of a trace.
+
+    Raises:
+        Refused: a contract cannot express it.
+    """
+    # an op's inputs come first, its weights after them
+    ordered = tuple(sorted(trace.tensors, key=lambda each: each.kind != "input"))
+    trace = trace.model_copy(update={"tensors": ordered})
+    taken = {problem.name + precision.suffix}
+    names = {each.node: identifier(each.name, taken) for each in trace.tensors}
+    axes, fixed_axis = _axes(trace, names, taken)
+    read = [
+        NamedTensor(
+            name=names[each.node],
+            kind=each.kind,
+            target=each.target,
+            dtype=_supported(each.dtype, names[each.node]),
+            shape=_shape(each.shape, axes, fixed_axis if index == 0 else "") or ("1",),
+            drawn=each.drawn,
+            low=each.low,
+            high=each.high,
+            table=_table(each),
+        )
+        for index, each in enumerate(trace.tensors)
+    ]
+    if not read or trace.tensors[0].kind != "input":
+        raise Refused("its forward takes no tensor")
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": each.name,
+            "dtype": each.dtype,
+            "shape": each.shape,
+            "access": "read",
+            "values": "given" if each.given else "any",
+            "constant": each.kind != "input",
+            "summary": f"{each.kind} {each.target}",
+        }
+        for each in read
+    ]
+    for index, output in enumerate(trace.outputs):
+        name = identifier("output" if len(trace.outputs) == 1 else f"output_{index}", taken)
+        tensors.append(
+            {
+                "name": name,
+                "dtype": _supported(output.dtype, name),
+                "shape": _shape(output.shape, axes, "") or ("1",),
+                "access": "write",
+                "summary": f"result {index} of forward",
+            }
+        )
+    if precision.suffix and all(each.dtype != "float32" for each in trace.outputs):
+        raise Refused("its result holds integers, which have no tolerance: import it as fp32")
+    contract = _contract(problem, trace, precision, tensors, axes, fixed_axis)
+    arguments = [
+        {"tensor": names[_node(trace, each["tensor"])]} if "tensor" in each else each
+        for each in trace.arguments
+    ]
+    notes = [plain(each) for each in trace.notes]
+    if problem.changed:
+        notes.append(f"sizes differ from the file's: {_changes(problem)}")
+    if not trace.sizes:
+        notes.append("only the file's own sizes are judged: the graph holds at no others")
+    # a contract's tensors have an axis; the graph reads a number as the module has it
+    nodes = {
+        each.node: names[each.node] if each.shape else f"{names[each.node]}.reshape(())"
+        for each in trace.tensors
+    }
+    return TracedOp(contract, read, nodes, arguments, notes)
+
+
+def _node(trace: ProblemTrace, name: object) -> str:
+    for each in trace.tensors:
+        if each.kind == "input" and each.target == name:
+            return each.node
+    raise Refused("its trace names an argument that it does not describe")
+
+
+def _changes(problem: Problem) -> str:
+    return ", ".join(f"{name}: {change}" for name, change in problem.changed.items())
+
+
+def _supported(dtype: str, name: str) -> str:
+    if dtype not in SUPPORTED:
+        raise Refused(f"{name} is {dtype[:20]}; an op of this import has {', '.join(SUPPORTED)}")
+    return dtype
+
+
+def _axes(
+    trace: ProblemTrace, names: dict[str, str], taken: set[str]
+) -> tuple[dict[str, str], str]:
+    """The axis of each symbol; without any, an axis that has one size."""
+    axes: dict[str, str] = {}
+    for each in trace.tensors:
+        for index, size in enumerate(each.shape):
+            if size in trace.symbols and size not in axes and trace.sizes:
+                axes[size] = identifier(f"{names[each.node]}_{index}", taken)
+    if axes and set(axes) != set(trace.symbols):
+        raise Refused("its sizes depend on one that no input has")
+    if axes:
+        return axes, ""
+    first = trace.tensors[0] if trace.tensors else None
+    if first is None or not first.shape:
+        raise Refused("its first input has no axes")
+    alone = identifier(f"{names[first.node]}_0", taken)
+    # every symbol becomes its size
+    return {name: str(symbol.size) for name, symbol in trace.symbols.items()}, alone
+
+
+def _shape(sizes: tuple[str, ...], axes: dict[str, str], alone: str) -> tuple[str, ...]:
+    """Sizes over axes, folded to a number where nothing is free."""
+    shape = [_renamed(size, axes) for size in sizes]
+    return (alone, *shape[1:]) if alone else tuple(shape)
+
+
+def _renamed(text: str, axes: dict[str, str]) -> str:
+    expression = re.sub(r"[A-Za-z_]\w*", lambda match: axes.get(match[0], match[0]), text)
+    try:
+        names = names_in(expression)
+        if names - set(axes.values()):
+            raise Refused("its trace names a size that it does not define")
+        value = arithmetic_value(expression, dict.fromkeys(names, 64))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError) as error:
+        raise Refused("its trace has a size that is no arithmetic") from error
+    if not names:
+        return str(int(value))
+    return expression
+
+
+def _table(tensor: TracedTensor) -> str:
+    if tensor.drawn != "table":
+        return ""
+    if any(not size.isdecimal() for size in tensor.shape) or tensor.dtype not in DTYPES:
+        raise Refused(f"{tensor.name[:40]} is a table of another form")
+    size = math.prod(map(int, tensor.shape)) * DTYPES[tensor.dtype].item_bytes
+    try:
+        unpacked = zlib.decompressobj().decompress(base64.b64decode(tensor.table), size + 1)
+    except (zlib.error, binascii.Error) as error:
+        raise Refused("its trace has a damaged table") from error
+    if len(unpacked) != size:
+        raise Refused("its trace has a table of another size")
+    return tensor.table
+
+
+def _contract(
+    problem: Problem,
+    trace: ProblemTrace,
+    precision: PrecisionColumn,
+    tensors: list[dict[str, Any]],
+    axes: dict[str, str],
+    alone: str,
+) -> Contract:
+    if alone:
+        size = int(_renamed(trace.tensors[0].shape[0], axes))
+        sizes, limits = {alone: size}, {alone: {"minimum": size, "maximum": size}}
+        hidden, values, swept = [], [size], alone
+    else:
+        sizes = {axis: trace.symbols[symbol].size for symbol, axis in axes.items()}
+        limits = {
+            axis: {"minimum": trace.symbols[symbol].least}
+            | ({"maximum": most} if (most := trace.symbols[symbol].most) else {})
+            for symbol, axis in axes.items()
+        }
+        hidden = [
+            {"axes": {axes[symbol]: size for symbol, size in each.items()}}
+            for each in trace.sizes
+            if each.keys() == axes.keys()
+        ]
+        swept = next(iter(sizes))
+        least = max(
+            limits[swept]["minimum"], min(h["axes"][swept] for h in hidden or [{"axes": sizes}])
+        )
+        values = sorted({sizes[swept] // each for each in POINTS if sizes[swept] // each >= least})
+    fixed = {axis: size for axis, size in sizes.items() if axis != swept}
+    dtypes = list(dict.fromkeys(str(each["dtype"]) for each in tensors))
+    point = {"dtypes": {each: each for each in dtypes}, "axis": swept, "values": values}
+    devices = ("cuda",) if precision.tf32 else ("cpu", "cuda")
+    sums = sorted({_renamed(each, axes) for each in trace.sums})
+    flops = [_renamed(each, axes) for each in trace.flops]
+    sized = f" Sizes differ from the file's: {_changes(problem)}." if problem.changed else ""
+    return Contract.model_validate(
+        {
+            "schema_version": 1,
+            "name": problem.name + precision.suffix,
+            "operation": "kernelbench",
+            "summary": f"The module of KernelBench's {problem.file}. Precision: {precision.said}."
+            + sized,
+            "source": f"KernelBench, {problem.file}",
+            "dtypes": {each: [each] for each in dtypes},
+            "tensors": tensors,
+            "sweeps": [{"name": each, "device": each, "fixed": fixed, **point} for each in devices],
+            "hidden": hidden,
+            "guards": {"axes": limits},
+            "accuracy": {"reduction": f"max({', '.join(sums)})" if sums else "1"},
+            "cost": {"bytes": _bytes(tensors), "flops": " + ".join(flops) or "0"},
+        }
+    )
+
+
+def _bytes(tensors: list[dict[str, Any]]) -> str:
+    return " + ".join(" * ".join([*each["shape"], each["dtype"]]) for each in tensors)

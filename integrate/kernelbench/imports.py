@@ -1,0 +1,91 @@
+"""Import KernelBench problems as ops, and `ModelNew` files as their candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patcher.bench import UsageError, load_ops, read_source
+from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
+from patcher.integrate.kernelbench.op_files import op_files
+from patcher.integrate.kernelbench.problem import is_problem, read_problem, trace
+
+
+@dataclass(frozen=True)
+class ProblemOptions:
+    """How problems are imported."""
+
+    precisions: tuple[str, ...] = ("fp32",)
+    """Columns, of `PRECISIONS`; each is an op of its own."""
+    scale: int = 1
+    """Divides the top-level sizes of a file that stay at least 16."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Other values of top-level sizes, by name."""
+
+
+@dataclass
+class Problems:
+    """What an import of problems gives."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    ops: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def problem_files(path: Path) -> list[Path]:
+    """The problem files at a path: the file, or those of a folder and the folders below it."""
+    found = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [each for each in found if each.suffix == ".py" and is_problem(_text(each))]
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_source(path)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def import_problems(paths: list[Path], options: ProblemOptions) -> Problems:
+    """Trace each problem in the sandbox and write it as one op per precision.
+
+    Raises:
+        UsageError: an unknown precision.
+    """
+    from patcher.bench.sandbox.policy import sandbox_description
+
+    columns = [_column(name) for name in options.precisions]
+    result = Problems()
+    for path in paths:
+        try:
+            _one(path, columns, options, result)
+        except Refused as reason:
+            result.refused[path.name] = str(reason)
+    result.notes.append(f"the files ran in the sandbox only: {sandbox_description()[1]}")
+    return result
+
+
+def _column(name: str) -> PrecisionColumn:
+    if name not in PRECISIONS:
+        raise UsageError(f"unknown precision {name!r}", f"choose of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def _one(
+    path: Path, columns: list[PrecisionColumn], options: ProblemOptions, result: Problems
+) -> None:
+    problem = read_problem(path, options.scale, options.sizes)
+    traced = trace(problem)
+    for column in columns:
+        op = op_of(problem, traced, column)
+        name = op.contract.name
+        if name in result.ops:
+            raise Refused(f"another problem is called {name}, too")
+        known = load_ops().get(name)
+        if known is not None and not known.contract.same_terms(op.contract):
+            raise Refused(f"the library has another op {name}")
+        result.files |= op_files(problem, traced, op, column)
+        result.ops.append(name)
+        result.notes += [f"{name}: {note}" for note in op.notes]
+        result.notes.append(f"{name}: {column.said}")

@@ -1,0 +1,266 @@
+"""The op folder of a traced problem: contract, reference, inputs, baselines, and its record."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import tomlkit
+
+from patcher.bench import SCHEMA_VERSION, Contract, Record, VerificationError
+from patcher.integrate.kernelbench.contract import NamedTensor, PrecisionColumn, TracedOp
+from patcher.integrate.kernelbench.problem import Problem, ProblemTrace
+from patcher.integrate.kernelbench.written import Body
+
+RECORD = "problem.json"
+OWN = ("normal", "signed")
+PLANTED = ("nan", "inf")
+"""Regimes of a module with a convolution, besides `OWN`."""
+
+
+class ProblemRecord(Record):
+    """`problem.json` of an op: what a `ModelNew` needs besides the contract."""
+
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    file: str
+    """The problem's file name; its text stays where it is."""
+    changed: dict[str, str]
+    """Sizes that differ from the file's."""
+    init: tuple[Any, ...]
+    """Arguments of the module, as `problem.literal` reads them."""
+    keywords: dict[str, Any]
+    arguments: tuple[dict[str, Any], ...]
+    """Arguments of `forward`: `{"tensor": NAME}` or `{"value": LITERAL}`."""
+    state: dict[str, str]
+    """The module's parameters and buffers by the op's names."""
+    parameters: tuple[str, ...]
+    """The op's names of the parameters, in the module's order."""
+
+
+def op_files(
+    problem: Problem, trace: ProblemTrace, op: TracedOp, precision: PrecisionColumn
+) -> dict[str, bytes]:
+    """Every file of the op folder, by path.
+
+    Raises:
+        Refused: its graph does more than compute.
+    """
+    contract = op.contract
+    body = Body(trace, op.nodes)
+    names = [each.name for each in contract.tensors]
+    read = [each.name for each in op.tensors]
+    written = tuple(each.name for each in contract.written)
+    values = {
+        "title": contract.name,
+        "file": problem.file,
+        "names": ", ".join(names),
+        "read": ", ".join(read),
+        "body": "\n    ".join([*body.lines, f"return ({', '.join(body.results)},)"]),
+        "outputs": written,
+        "bits": precision.bits,
+        "said": precision.said,
+        "number": precision.number,
+        "tf32": precision.tf32,
+        "tensors": _rows(op.tensors),
+        "written": _writes(contract),
+        "regimes": (*OWN, *(PLANTED if any("conv" in each for each in body.lines) else ())),
+    }
+    record = ProblemRecord(
+        op=contract.name,
+        file=problem.file,
+        changed=problem.changed,
+        init=trace.init,
+        keywords=trace.keywords,
+        arguments=tuple(op.arguments),
+        state={each.name: each.target for each in op.tensors if each.kind != "input"},
+        parameters=tuple(each.name for each in op.tensors if each.kind == "parameter"),
+    )
+    document = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    toml = tomlkit.dumps(document)
+    if Contract.model_validate(tomllib.loads(toml)) != contract:
+        raise VerificationError(f"the contract of {contract.name} cannot be written as TOML", "")
+    files = {
+        "op.toml": toml,
+        "reference.py": REFERENCE.format(**values),
+        "inputs.py": INPUTS.format(**values),
+        "baselines.py": BASELINES.format(**values),
+        RECORD: record.model_dump_json(indent=1) + "\n",
+    }
+    return {f"{contract.name}/{name}": text.encode() for name, text in files.items()}
+
+
+def _rows(tensors: list[NamedTensor]) -> str:
+    rows = [
+        f'"{each.name}": ({each.dtype!r}, {_sizes(each.shape)}, {each.kind!r}, {each.drawn!r}, '
+        f"{each.low!r}, {each.high!r}, {each.table!r}),"
+        for each in tensors
+    ]
+    return "\n        ".join(rows)
+
+
+def _writes(contract: Contract) -> str:
+    rows = [f'"{each.name}": ({each.dtype!r}, {_sizes(each.shape)}),' for each in contract.written]
+    return "\n        ".join(rows)
+
+
+def _sizes(shape: tuple[str, ...]) -> str:
+    """A shape as Python over the axes `a`."""
+    sizes = [re.sub(r"[A-Za-z_]\w*", lambda match: f'a["{match[0]}"]', each) for each in shape]
+    return f"({', '.join(sizes)},)" if sizes else "()"
+
+
+REFERENCE = '''"""{title}: its graph in float64, and the control that must fail.
+
+Written from a trace of KernelBench's {file}, of whose text nothing is here.
+"""
+
+import torch
+
+aten = torch.ops.aten
+OUTPUTS = {outputs!r}
+
+
+def module({read}, number):
+    """The module's results; its numbers are of the dtype `number`."""
+    {body}
+
+
+def in_numbers(tensors, number):
+    """The results with every floating-point tensor in another dtype."""
+    given = [each.to(number) if each.is_floating_point() else each for each in tensors]
+    return module(*given, number)
+
+
+def reference({names}):
+    """The module in float64."""
+    return dict(zip(OUTPUTS, in_numbers(({read},), torch.float64), strict=True))
+
+
+def control({names}):
+    """The module on numbers of {bits} bits, with results of as few: less than {said}."""
+    given = [_coarser(each) if each.is_floating_point() else each for each in ({read},)]
+    values = [_planted(each) for each in in_numbers(given, torch.float32)]
+    return dict(zip(OUTPUTS, values, strict=True))
+
+
+def _planted(value):
+    return _coarser(value) if value.is_floating_point() else value + 1
+
+
+def _coarser(value):
+    mantissa, exponent = torch.frexp(value.double())
+    return torch.ldexp(torch.round(mantissa * 2**{bits}) / 2**{bits}, exponent).to(value.dtype)
+'''
+
+INPUTS = '''"""Seeded inputs of {title}, and weights that no kernel can guess.
+
+`normal` has the distributions that the problem's file draws from; a weight that is one number in
+the file (a norm's gain of 1) varies around it. `signed` has standard normal inputs, since many
+files draw from 0 to 1 only. The judge's own regimes come on top. A module with a convolution has
+`nan` and `inf` in its inputs alone: libraries differ in whether padding is multiplied by a weight.
+"""
+
+import base64
+import math
+import zlib
+
+import torch
+
+REGIMES = {regimes}
+_PLANTED = {{"nan": math.nan, "inf": math.inf}}
+
+
+def make(point, generator, regime):
+    """Every tensor on the generator's device; outputs hold NaN or -1.
+
+    Raises:
+        ValueError: unknown regime.
+    """
+    if regime not in REGIMES:
+        raise ValueError(f"unknown regime {{regime!r}}")
+    a = point.axes
+    read = {{
+        {tensors}
+    }}
+    written = {{
+        {written}
+    }}
+    tensors = {{name: _drawn(row, generator, regime) for name, row in read.items()}}
+    for name, (dtype, shape) in written.items():
+        fill = math.nan if dtype == "float32" else -1
+        kind = getattr(torch, dtype)
+        tensors[name] = torch.full(shape, fill, dtype=kind, device=generator.device)
+    return tensors
+
+
+def _drawn(row, generator, regime):
+    dtype, shape, kind, drawn, low, high, table = row
+    given = {{"generator": generator, "device": generator.device}}
+    if drawn == "table":
+        data = bytearray(zlib.decompress(base64.b64decode(table)))
+        value = torch.frombuffer(data, dtype=getattr(torch, dtype)).clone().reshape(shape)
+        return value.to(generator.device)
+    if drawn == "integers":
+        value = torch.randint(int(low), int(high) + 1, shape, **given)
+        return value.to(getattr(torch, dtype))
+    if regime == "signed" and kind == "input":
+        return torch.randn(shape, **given)
+    if regime in _PLANTED and kind == "input":
+        value = torch.randn(shape, **given)
+        where = torch.randint(0, value.numel(), (2,), **given)
+        value.view(-1)[where] = _PLANTED[regime]
+        return value
+    if drawn == "uniform":
+        return low + (high - low) * torch.rand(shape, **given)
+    mean, std = (low, high) if drawn == "normal" else (low, 0.1 * (abs(low) or 1.0))
+    return mean + std * torch.randn(shape, **given)
+'''
+
+BASELINES = '''"""The module of {title}, eager and compiled: {said}."""
+
+import torch
+
+aten = torch.ops.aten
+NUMBER = torch.{number}
+
+
+def module({read}, number):
+    {body}
+
+
+def _module({names}):
+    given = [each.to(NUMBER) if each.is_floating_point() else each for each in ({read},)]
+    values = module(*given, NUMBER)
+    return tuple(each.float() if each.is_floating_point() else each for each in values)
+
+
+def _with_setting(function):
+    """TF32 is a setting of the process, so each call makes its own and puts it back."""
+
+    def run(*arguments):
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32
+        matmul.allow_tf32 = cudnn.allow_tf32 = {tf32}
+        try:
+            return function(*arguments)
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    return run
+
+
+def eager(device):
+    return _with_setting(_module)
+
+
+def compiled(device):
+    # the judge captures CUDA graphs itself
+    mode = "max-autotune-no-cudagraphs"
+    return _with_setting(torch.compile(_module, mode=mode, dynamic=False))
+
+
+BASELINES = {{"eager": eager, "torch.compile": compiled}}
+ACCURACY_BASELINE = "eager"
+'''

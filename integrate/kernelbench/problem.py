@@ -1,0 +1,246 @@
+"""A KernelBench problem file: its sizes by name, and its trace, which the sandbox makes.
+
+The file is a stranger's code. Here it is only parsed; `runner` runs it under
+`patcher.bench.sandbox`, as compilers run: no network, no GPU, no file but its own, limits on
+memory and time. What comes back is data that nobody vouches for: `ProblemTrace` checks each field,
+and `written.py` writes the reference anew from a list of operators that only compute.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from patcher.bench import Record, UsageError, parse_json, problem
+from patcher.bench.toolchains.compilers import run_compiler
+from patcher.integrate.formats.foreign_contract import Refused
+
+TRACE_S = 300.0
+"""Time limit in seconds of one trace."""
+SMALLEST = 16
+"""A scaled size is at least this; smaller sizes (kernel widths, groups) stay as they are."""
+_LINES = 20_000_000
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+Size = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+\-*/() ]{1,300}$")]
+
+
+class TracedTensor(Record):
+    """A tensor that the graph reads."""
+
+    node: Name
+    kind: Literal["input", "parameter", "buffer"]
+    name: str
+    target: str
+    dtype: str
+    shape: tuple[Size, ...]
+    drawn: Literal["constant", "uniform", "normal", "integers", "table"]
+    """How the file fills it, by its values."""
+    low: Annotated[float, Field(allow_inf_nan=False)]
+    """The constant, the smallest value, or the mean."""
+    high: Annotated[float, Field(allow_inf_nan=False)]
+    """The largest value, or the standard deviation."""
+    table: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+    """Its own bytes, compressed, in base64."""
+
+
+class TracedStep(Record):
+    """One operator of the graph."""
+
+    node: Name
+    target: str
+    arguments: tuple[Any, ...]
+    keywords: dict[Name, Any]
+
+
+class TracedOutput(Record):
+    node: Name
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+class FreeSize(Record):
+    """A size that the module leaves free."""
+
+    least: Annotated[int, Field(ge=0, le=1 << 40)]
+    most: Annotated[int, Field(ge=1, le=1 << 40)] | None
+    size: Annotated[int, Field(ge=1, le=1 << 40)]
+    """In the file."""
+
+
+class ProblemTrace(Record):
+    """What the sandbox made of a problem."""
+
+    init: tuple[Any, ...]
+    keywords: dict[Name, Any]
+    tensors: tuple[TracedTensor, ...]
+    arguments: tuple[dict[str, Any], ...]
+    """The arguments of `forward`: `{"tensor": NAME}` or `{"value": LITERAL}`."""
+    steps: Annotated[tuple[TracedStep, ...], Field(max_length=2000)]
+    outputs: Annotated[tuple[TracedOutput, ...], Field(min_length=1, max_length=64)]
+    symbols: dict[Name, FreeSize]
+    sums: tuple[Size, ...]
+    flops: tuple[str, ...]
+    notes: Annotated[tuple[str, ...], Field(max_length=20)]
+    sizes: tuple[dict[Name, int], ...]
+    """Other sizes at which the module and the graph agree."""
+
+
+class Problem(Record):
+    """A problem file as it is traced."""
+
+    name: Name
+    """Name of the op."""
+    file: str
+    source: str
+    """Its text, with the changed sizes."""
+    changed: dict[str, str]
+    """Sizes that differ from the file's, by name: `1024 -> 64`."""
+
+
+def is_problem(text: str) -> bool:
+    """Whether a Python text has the form of a KernelBench problem."""
+    return {"Model", "get_inputs", "get_init_inputs"} <= _defined(text)
+
+
+def is_model_new(text: str) -> bool:
+    """Whether a Python text is a KernelBench candidate."""
+    return "ModelNew" in _defined(text)
+
+
+def _defined(text: str) -> set[str]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    return {each.name for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
+
+
+def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
+    """Read a problem and change its top-level sizes.
+
+    Args:
+        path: the file.
+        scale: divides every top-level integer that stays at least `SMALLEST`.
+        sizes: other values of top-level integers, by name; names that the file lacks are ignored.
+    """
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    changed: dict[str, str] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            before = ast.unparse(statement.value)
+            if name in sizes:
+                statement.value = ast.Constant(sizes[name])
+            elif scale > 1:
+                statement.value = _Scaled(scale).visit(statement.value)
+            if (after := ast.unparse(statement.value)) != before:
+                changed[name] = f"{before} -> {after}"
+    stem = re.sub(r"\W", "_", path.stem).strip("_").lower()
+    if not stem[:1].isalpha():
+        folder = re.sub(r"\W", "_", path.resolve().parent.name).lower()
+        stem = f"{folder if folder[:1].isalpha() else 'problem'}_{stem}"
+    source = ast.unparse(ast.fix_missing_locations(tree)) if changed else text
+    return Problem(name=stem[:80], file=shown(path), source=source, changed=changed)
+
+
+def shown(path: Path) -> str:
+    """A file's name as generated texts hold it: no quote, no line break."""
+    return re.sub(r"[^\w.+-]", "_", path.name, flags=re.ASCII)
+
+
+class _Scaled(ast.NodeTransformer):
+    """Divides integers by a scale."""
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if type(node.value) is int and node.value // self.scale >= SMALLEST:
+            return ast.Constant(node.value // self.scale)
+        return node
+
+
+def trace(found: Problem) -> ProblemTrace:
+    """Run a problem in the sandbox and check what comes back.
+
+    Raises:
+        Refused: it cannot be traced.
+    """
+    with tempfile.TemporaryDirectory(prefix="patcher-problem-") as folder:
+        work = Path(folder)
+        (work / "problem.py").write_text(found.source, encoding="utf-8")
+        shutil.copytree(
+            Path(__file__).with_name("runner"),
+            work / "patcher_trace",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        command = [sys.executable, "-P", "-m", "patcher_trace.script", "problem.py", "trace.json"]
+        code, log = run_compiler(command, work, TRACE_S, {"PYTHONPATH": str(work)})
+        told = work / "trace.json"
+        if code != 0 or told.is_symlink() or not told.is_file():
+            last = (log.strip().splitlines() or [f"exit code {code}"])[-1]
+            raise Refused(f"the sandbox ended its trace: {plain(last)}; a smaller --scale may help")
+        if told.stat().st_size > _LINES:
+            raise Refused("its trace is too large")
+        try:
+            document = parse_json(told.read_bytes())
+            if isinstance(document, dict) and "refused" in document:
+                raise Refused(plain(str(document["refused"])))
+            return ProblemTrace.model_validate(document)
+        except (ValidationError, ValueError) as error:
+            raise Refused(f"its trace is damaged: {problem(error):.200}") from error
+
+
+def plain(text: str) -> str:
+    """A stranger's text on one line, of printable characters, cut to 400."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())[:400]
+
+
+def literal(value: Any) -> str:
+    """A JSON literal of a trace as Python source: numbers, text, None, lists and tuples.
+
+    Raises:
+        Refused: it is none.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return repr(value)
+    match value:
+        case {"float": str(text)}:
+            return _number(text)
+        case {"list": list(items)}:
+            return f"[{', '.join(map(literal, items))}]"
+        case {"tuple": list(items)}:
+            inside = ", ".join(map(literal, items))
+            return f"({inside},)" if len(items) == 1 else f"({inside})"
+    raise Refused("its trace holds a value that is no literal")
+
+
+def _number(text: str) -> str:
+    try:
+        number = float(text)
+    except ValueError:
+        raise Refused("its trace holds a number that is none") from None
+    return repr(number) if number - number == 0 else f'float("{number}")'
+
+
+def sizes_of(sizes: list[str]) -> dict[str, int]:
+    """`NAME=SIZE` options as a table.
+
+    Raises:
+        UsageError: one has another form.
+    """
+    found = {}
+    for each in sizes:
+        name, _, size = each.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"--size {each} is not NAME=SIZE", "as in --size batch_size=64")
+        found[name] = int(size)
+    return found

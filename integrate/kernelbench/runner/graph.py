@@ -1,0 +1,284 @@
+"""An exported program as plain data."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from .values import Unfit, drawn, literal
+
+SYMBOLIC = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+    operator.truediv: "/",
+    operator.mod: "%",
+    operator.pow: "**",
+}
+
+
+class Graph:
+    """An exported program as plain data."""
+
+    def __init__(self, program: Any, module: Any, inputs: list[Any]) -> None:
+        self.program, self.module, self.inputs = program, module, inputs
+        self.forward = list(inspect.signature(module.forward).parameters)
+        self.symbols: dict[str, dict[str, Any]] = {}
+        self.sums: set[str] = set()
+        self.flops: list[str] = []
+        self.notes: list[str] = []
+
+    def told(self) -> dict[str, Any]:
+        from torch.export.graph_signature import InputKind, OutputKind
+
+        signature = self.program.graph_signature
+        if mutated := list(signature.user_inputs_to_mutate.values()):
+            raise Unfit(f"it writes to its input {mutated[0]}")
+        if signature.buffers_to_mutate:
+            names = ", ".join(sorted(set(signature.buffers_to_mutate.values())))
+            self.notes.append(f"the module also updates {names}, which the op does not")
+        nodes = {node.name: node for node in self.program.graph.nodes}
+        results = [
+            spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT
+        ]
+        used = self._used([nodes[name] for name in results])
+        tensors, arguments = [], []
+        position = 0
+        for spec in signature.input_specs:
+            name = spec.arg.name
+            node = nodes.get(name)
+            value = node.meta.get("val") if node is not None else None
+            if spec.kind == InputKind.USER_INPUT:
+                given, label = self.inputs[position], self.forward[position]
+                position += 1
+                if not hasattr(value, "dtype"):
+                    arguments.append({"value": literal(given)})
+                    continue
+                arguments.append({"tensor": label})
+                tensors.append(self._tensor(node, "input", label, label, given))
+            elif node is not None and name in used:
+                kind = "parameter" if spec.kind == InputKind.PARAMETER else "buffer"
+                state = {
+                    **dict(self.module.named_buffers()),
+                    **dict(self.module.named_parameters()),
+                }
+                sample = state.get(spec.target)
+                sample = self.program.constants.get(spec.target) if sample is None else sample
+                tensors.append(self._tensor(node, kind, spec.target, spec.target, sample))
+        steps = [
+            self._step(node)
+            for node in self.program.graph.nodes
+            if node.op == "call_function" and node.name in used
+        ]
+        return {
+            "tensors": tensors,
+            "arguments": arguments,
+            "steps": steps,
+            "outputs": [self._output(nodes[name]) for name in results],
+            "symbols": self.symbols,
+            "sums": sorted(self.sums),
+            "flops": self.flops,
+            "notes": self.notes,
+            "sizes": self._tried(),
+        }
+
+    def _used(self, results: list[Any]) -> set[str]:
+        """Nodes that the results depend on; running statistics of a batch are no such thing."""
+        used: set[str] = set()
+        waiting = list(results)
+        while waiting:
+            node = waiting.pop()
+            if node.name not in used:
+                used.add(node.name)
+                unread = node.args[3:5] if by_batch(node) else ()
+                waiting += [each for each in node.all_input_nodes if each not in unread]
+        return used
+
+    def _tensor(self, node: Any, kind: str, name: str, target: str, sample: Any) -> dict[str, Any]:
+        value = node.meta["val"]
+        return {
+            "node": node.name,
+            "kind": kind,
+            "name": name,
+            "target": target,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [self._size(size) for size in value.shape],
+            **drawn(sample, kind),
+        }
+
+    def _output(self, node: Any) -> dict[str, Any]:
+        value = node.meta["val"]
+        if not hasattr(value, "dtype"):
+            raise Unfit("it returns something other than tensors")
+        return {
+            "node": node.name,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [self._size(size) for size in value.shape],
+        }
+
+    def _size(self, size: Any) -> str:
+        if isinstance(size, int):
+            return str(size)
+        return self._expression(size.node.expr)
+
+    def _expression(self, expression: Any) -> str:
+        """A size as `+ - * //` over symbols."""
+        kind = type(expression).__name__
+        if expression.is_Symbol:
+            name = str(expression)
+            if name not in self.symbols:
+                limits = self.program.range_constraints.get(expression)
+                low, high = (str(limits.lower), str(limits.upper)) if limits else ("0", "")
+                bounded = high.isdecimal() and int(high) < 1 << 40
+                self.symbols[name] = {
+                    "least": int(low) if low.isdecimal() else 0,
+                    "most": int(high) if bounded else None,
+                }
+            return name
+        if expression.is_Integer:
+            number = int(expression)
+            return str(number) if number >= 0 else f"(0 - {-number})"
+        parts = [self._expression(each) for each in expression.args]
+        if kind == "Add":
+            return f"({' + '.join(parts)})"
+        if kind == "Mul":
+            return f"({' * '.join(parts)})"
+        if kind in ("FloorDiv", "CleanDiv"):
+            return f"({parts[0]} // {parts[1]})"
+        if kind == "Pow" and expression.args[1].is_Integer and int(expression.args[1]) > 0:
+            return f"({' * '.join([parts[0]] * int(expression.args[1]))})"
+        raise Unfit(f"the size {expression} is no sum, product or quotient")
+
+    def _step(self, node: Any) -> dict[str, Any]:
+        target = node.target
+        if target in SYMBOLIC:
+            name = f"sym {SYMBOLIC[target]}"
+        elif target is operator.getitem:
+            name = "getitem"
+        else:
+            name = str(target)
+            self._count(node, name)
+        return {
+            "node": node.name,
+            "target": name,
+            "arguments": [self._argument(each) for each in node.args],
+            "keywords": {key: self._argument(each) for key, each in node.kwargs.items()},
+        }
+
+    def _argument(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.fx.Node):
+            return {"node": value.name}
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return {"float": repr(value)}
+        if isinstance(value, list | tuple):
+            return {"list": [self._argument(each) for each in value]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": ""}
+        if isinstance(value, torch.memory_format | torch.layout):
+            return {"constant": str(value).removeprefix("torch.")}
+        raise Unfit(f"an argument of its graph is a {type(value).__name__}")
+
+    def _count(self, node: Any, name: str) -> None:
+        """Arithmetic of matrix products and convolutions, and the lengths of sums."""
+        values = [each.meta["val"] for each in node.args if hasattr(each, "meta")]
+        shapes = [each.shape for each in values if hasattr(each, "shape")]
+        result = node.meta.get("val")
+        if not hasattr(result, "shape") or not shapes:
+            return
+        kind = name.split(".")[1]
+        if kind in ("linear", "mm", "matmul", "bmm", "mv", "dot"):
+            self._products(result.shape, [shapes[0][-1]])
+        elif kind in ("addmm", "baddbmm"):
+            self._products(result.shape, [shapes[1][-1]])
+        elif "conv_transpose" in kind:
+            self._products(shapes[0], shapes[1][1:])
+        elif kind.startswith("conv"):
+            self._products(result.shape, shapes[1][1:])
+        else:
+            large, small = math.prod(shapes[0]), math.prod(result.shape)
+            if isinstance(large, int) and isinstance(small, int):
+                if small and large > small:
+                    self.sums.add(str(large // small))
+            elif len(shapes[0]) > len(result.shape) or "norm" in kind:
+                self.sums.add(f"({' * '.join(map(self._size, shapes[0][1:])) or '1'})")
+
+    def _products(self, each: Any, terms: Any) -> None:
+        length = " * ".join(map(self._size, terms))
+        self.sums.add(f"({length})")
+        self.flops.append(" * ".join(["2", *map(self._size, each), length]))
+
+    def _tried(self) -> list[dict[str, int]]:
+        """Other sizes of the symbols at which the module itself gives what the graph gives."""
+        import torch
+
+        now: dict[str, int] = {}
+        where: list[tuple[int, int, str]] = []
+        for index, (node, given) in enumerate(self._pairs()):
+            for axis, size in enumerate(node.meta["val"].shape):
+                if not isinstance(size, int) and size.node.expr.is_Symbol:
+                    now[str(size.node.expr)] = int(given.shape[axis])
+                    where.append((index, axis, str(size.node.expr)))
+        self.now = now
+        for name, size in now.items():
+            self.symbols[name]["size"] = size
+        runs: Callable[..., Any] = self.program.module()
+        kept: list[dict[str, int]] = []
+        # all sizes, else the first alone: labels may not fit fewer classes
+        for many, part, more in ((99, 8, 1), (99, 4, 0), (1, 8, 1), (1, 4, 0)):
+            sizes = {
+                name: min(max(size // part, 2) + more, size) if index < many else size
+                for index, (name, size) in enumerate(now.items())
+            }
+            if not sizes or any(sizes[name] < self.symbols[name]["least"] for name in sizes):
+                continue
+            if sizes in kept or len(kept) == 2:
+                continue
+            made = [self._other(index, given, sizes, where) for index, given in self._tensors()]
+            try:
+                with torch.no_grad():
+                    theirs = self.module(*self._filled([each.clone() for each in made]))
+                    ours = runs(*self._filled([each.clone() for each in made]))
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+            except Exception as error:
+                self.notes.append(f"not at other sizes: {str(error).splitlines()[0][:120]}")
+                continue
+            kept.append(sizes)
+        return kept
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        nodes = {node.name: node for node in self.program.graph.nodes}
+        names = [n for n in self.program.graph_signature.user_inputs if isinstance(n, str)]
+        return list(zip([nodes[name] for name in names], self._given(), strict=True))
+
+    def _given(self) -> list[Any]:
+        return [each for each in self.inputs if hasattr(each, "dtype")]
+
+    def _tensors(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self._given()))
+
+    def _filled(self, tensors: list[Any]) -> list[Any]:
+        left = iter(tensors)
+        return [next(left) if hasattr(each, "dtype") else each for each in self.inputs]
+
+    def _other(
+        self, index: int, given: Any, sizes: dict[str, int], where: list[tuple[int, int, str]]
+    ) -> Any:
+        for at, axis, name in where:
+            if at == index:
+                given = given.narrow(axis, 0, sizes[name])
+        return given.contiguous()
+
+
+def by_batch(node: Any) -> bool:
+    """Whether it is a norm by the batch's own statistics, which only updates the running ones."""
+    return "batch_norm" in str(node.target) and len(node.args) > 5 and node.args[5] is True

@@ -1,0 +1,76 @@
+"""Run a problem file and write its trace."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from typing import Any
+
+from .graph import Graph
+from .values import Unfit, literal
+
+
+def main() -> None:
+    import torch
+
+    source, target = sys.argv[1:3]
+    try:
+        found = trace(source)
+    except Unfit as reason:
+        found = {"refused": str(reason)}
+    except (Exception, torch.jit.Error) as error:  # a stranger's code may raise anything
+        found = {"refused": f"{type(error).__name__}: {error}"[:600]}
+    with open(target, "w", encoding="utf-8") as file:
+        json.dump(found, file, allow_nan=False)
+
+
+def trace(path: str) -> dict[str, Any]:
+    import torch
+
+    names: dict[str, Any] = {"__name__": "problem", "__file__": path}
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec"), names)
+    for name in ("Model", "get_inputs", "get_init_inputs"):
+        if name not in names:
+            raise Unfit(f"it defines no {name}")
+    torch.manual_seed(0)
+    init, inputs = list(names["get_init_inputs"]()), list(names["get_inputs"]())
+    keywords = {}
+    if len(init) == 2 and isinstance(init[0], list) and isinstance(init[1], dict):
+        init, keywords = init
+    module = names["Model"](*init, **keywords)
+    program = exported(module, inputs)
+    found = Graph(program, module, inputs)
+    return {
+        "init": [literal(each) for each in init],
+        "keywords": {name: literal(each) for name, each in keywords.items()},
+        **found.told(),
+    }
+
+
+def exported(module: Any, inputs: list[Any]) -> Any:
+    """The module's graph, with all sizes free, or only the first of each input, or none."""
+    import torch
+    from torch.export import Dim
+
+    def free(value: Any, axes: int) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return dict.fromkeys(range(min(axes, value.dim())), Dim.AUTO) or None
+
+    names = list(inspect.signature(module.forward).parameters)[: len(inputs)]
+    last: Exception | None = None
+    for axes in (99, 1, 0):
+        shapes = {name: free(each, axes) for name, each in zip(names, inputs, strict=True)}
+        try:
+            with torch.no_grad():
+                program = torch.export.export(module, tuple(inputs), dynamic_shapes=shapes)
+                return program.run_decompositions({})
+        except Exception as error:
+            last = error
+    raise Unfit(f"torch.export cannot trace it: {str(last)[:400]}")
+
+
+if __name__ == "__main__":
+    main()
