@@ -63,8 +63,7 @@ once, and the slowest of those that looked plausible counts."""
 PAUSE_S = {"cpu": 1.0, "cuda": 4.0}
 """Seconds before the first re-measurement of a point after other programs disturbed the baseline;
 doubled each time."""
-COLD_CALLS = 12
-"""Calls of a block with cold caches, or outside a graph."""
+COLD_CALLS = 12  # of a block with cold caches, or outside a graph
 SPANS_S = 60.0
 """Seconds that a profiled launch may take; CUPTI starts slowly."""
 
