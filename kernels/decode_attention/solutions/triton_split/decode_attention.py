@@ -13,8 +13,8 @@
 #   their parts, four at a time, found by a counter that it sets back to zero. From Hopper on it is
 #   launched before its predecessor has ended, and lets its successor be.
 # Made by: hand; flash decoding by Dao, Haziza, Massa and Sizov (2023).
-# Figures: no verdict yet; in graphs of 24 layers on an H100 1.13x of FlashAttention 3 at 8 tokens,
-#   2.7x where windowed (bench/results/decode-attention).
+# Figures: not measured by a judge yet; in graphs of 24 layers on an H100 1.13x of FlashAttention 3
+#   at 8 tokens, 2.6x where windowed (bench/results/decode-attention).
 # Digest: 3cd7eb5688227b83e45aa79167b18b0e16edae0621ebe0b7d91fa15a31e3fdb5
 
 from functools import cache
