@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.survey import survey
-from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
+from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.mlp_classes import is_product
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
-from patcher.integrate.transformers.swap import Forward, ModuleSwap
+from patcher.integrate.transformers.probed import ProbedPoint
+from patcher.integrate.transformers.swap import Forward
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _TOLERANCE = 0.02
 """Of the largest value of a probe: an activation may be rounded to bfloat16 before the product."""
 
 
-class GatedMlps(ForwardsPoint):
-    """Replaces the `forward` of MLPs in a built model; it must hold its weights already."""
+class GatedMlps(ProbedPoint):
+    """Replaces the `forward` of MLPs."""
 
     name: ClassVar[str] = "gated_mlp"
     op: ClassVar[str] = "silu_and_mul"
+    role, others = "MLP", "layers"
+    wanted: ClassVar[str] = "whose activation is silu(gate) * up"
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -44,54 +43,21 @@ class GatedMlps(ForwardsPoint):
     def original(*args: Any) -> None:
         _silu_and_mul(*args)
 
-    def find(self) -> str:
-        """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
-        if self.target is None:
-            raise VerificationError(
-                "MLPs are found in a built model alone",
-                'call integrate.activate("transformers", model) once the model is built',
-            )
-        return super().find()
-
-    def install(self, kernel: Dispatcher) -> None:
-        if self.target is None:
-            self.find()
-        super().install(kernel)
-
-    def _parts(self) -> list[torch.nn.Module]:
-        mlps = [each for each in self.target.modules() if _holds(each)]
-        for mlp in mlps:
-            if type(mlp) is not kind_of(mlp) or "forward" in mlp.__dict__:
-                raise VerificationError(
-                    f"{kind_of(mlp).__name__} is already patched", "remove the other patch first"
-                )
-        taken = [mlp for mlp in mlps if _computes(mlp)]
-        if not taken:
-            raise VerificationError(
-                f"{type(self.target).__name__} has no MLP whose activation is silu(gate) * up",
-                "its layers are of another kind; revert the patch",
-            )
-        return taken
-
     def of_role(self, layer: Any) -> bool:
         """See `LayerPoint`."""
         return _holds(layer)
 
-    def applies(self, layer: Any) -> str | None:
-        """See `LayerPoint`."""
-        return None if _computes(layer) else "it computes something else"
+    def computes(self, part: Any) -> bool:
+        """See `ProbedPoint`."""
+        return _computes(part)
+
+    def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        """See `ProbedPoint`."""
+        return _forward(part, seam, original)
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`: what the kernel is passed are activations."""
         return {}
-
-    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
-        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
-        seam = ForwardPatch(kernel, self.original)
-        return [
-            ModuleSwap(mlp, partial(_forward, mlp, seam), self, seam.refuse)
-            for mlp in self._parts()
-        ]
 
 
 def _forward(mlp: Any, seam: ForwardPatch, original: Forward) -> Forward:

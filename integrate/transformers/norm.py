@@ -11,18 +11,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.survey import survey
-from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
-from patcher.integrate.transformers.parts import kind_of
-from patcher.integrate.transformers.swap import Forward, ModuleSwap
+from patcher.integrate.transformers.forwards import ForwardPatch
+from patcher.integrate.transformers.probed import ProbedPoint
+from patcher.integrate.transformers.swap import Forward
 
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """Of a norm: rows, weight, output, epsilon."""
@@ -32,11 +28,13 @@ _TOLERANCE = 0.02
 """Of a value of a probe, relative: norms may round to bfloat16 twice."""
 
 
-class RmsNorms(ForwardsPoint):
-    """Replaces the `forward` of norms in a built model; it must hold its weights already."""
+class RmsNorms(ProbedPoint):
+    """Replaces the `forward` of norms."""
 
     name: ClassVar[str] = "norm"
     op: ClassVar[str] = "rms_norm"
+    role, others = "norm", "norms"
+    wanted: ClassVar[str] = "that multiplies by its weight alone"
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -47,57 +45,21 @@ class RmsNorms(ForwardsPoint):
     def original(*args: Any) -> None:
         _rms_norm(*args)
 
-    gain: ClassVar[str] = "its weight alone"
-    """What such a norm multiplies by, in words."""
-
-    def find(self) -> str:
-        """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
-        if self.target is None:
-            raise VerificationError(
-                "norms are found in a built model alone",
-                'call integrate.activate("transformers", model) once the model is built',
-            )
-        return super().find()
-
-    def install(self, kernel: Dispatcher) -> None:
-        if self.target is None:
-            self.find()
-        super().install(kernel)
-
-    def _parts(self) -> list[torch.nn.Module]:
-        norms = [each for each in self.target.modules() if _holds(each)]
-        for norm in norms:
-            if type(norm) is not kind_of(norm) or "forward" in norm.__dict__:
-                raise VerificationError(
-                    f"{kind_of(norm).__name__} is already patched", "remove the other patch first"
-                )
-        taken = [norm for norm in norms if _computes(norm, FORMULAS[self.op])]
-        if not taken:
-            raise VerificationError(
-                f"{type(self.target).__name__} has no norm that multiplies by {self.gain}",
-                "its norms are of another kind; revert the patch",
-            )
-        return taken
-
     def of_role(self, layer: Any) -> bool:
         """See `LayerPoint`."""
         return _holds(layer)
 
-    def applies(self, layer: Any) -> str | None:
-        """See `LayerPoint`."""
-        return None if _computes(layer, FORMULAS[self.op]) else "it computes something else"
+    def computes(self, part: Any) -> bool:
+        """See `ProbedPoint`."""
+        return _computes(part, FORMULAS[self.op])
+
+    def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        """See `ProbedPoint`."""
+        return _forward(part, seam, original)
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
         return {"weight": layer.weight}
-
-    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
-        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
-        seam = ForwardPatch(kernel, self.original)
-        return [
-            ModuleSwap(norm, partial(_forward, norm, seam), self, seam.refuse)
-            for norm in self._parts()
-        ]
 
 
 class GemmaRmsNorms(RmsNorms):
@@ -105,7 +67,7 @@ class GemmaRmsNorms(RmsNorms):
 
     name: ClassVar[str] = "gemma_norm"
     op: ClassVar[str] = "gemma_rms_norm"
-    gain: ClassVar[str] = "one more than its weight"
+    wanted: ClassVar[str] = "that multiplies by one more than its weight"
 
     @classmethod
     def fingerprint(cls) -> str:

@@ -1,0 +1,85 @@
+"""Points whose parts are found in a built model by what they hold, and tried on numbers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.survey import survey
+from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
+from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.swap import Forward, ModuleSwap
+
+
+class ProbedPoint(ForwardsPoint):
+    """Replaces the `forward` of parts of a built model; it must hold its weights already."""
+
+    role: ClassVar[str]
+    """What a part is, in words, such as `norm`."""
+    wanted: ClassVar[str]
+    """What such a part computes, in words, after `role`."""
+    others: ClassVar[str]
+    """What a model has where it has none, in words."""
+
+    @abstractmethod
+    def of_role(self, layer: Any) -> bool:
+        """See `LayerPoint`: whether a module holds what such a part does, and is called as one."""
+
+    @abstractmethod
+    def computes(self, part: Any) -> bool:
+        """Whether a part computes what the op does, with its own weights."""
+
+    @abstractmethod
+    def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        """The forward that calls the kernel."""
+
+    @abstractmethod
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """See `LayerPoint`."""
+
+    def find(self) -> str:
+        """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
+        if self.target is None:
+            raise VerificationError(
+                f"{self.role}s are found in a built model alone",
+                'call integrate.activate("transformers", model) once the model is built',
+            )
+        return super().find()
+
+    def install(self, kernel: Dispatcher) -> None:
+        if self.target is None:
+            self.find()
+        super().install(kernel)
+
+    def applies(self, layer: Any) -> str | None:
+        """See `LayerPoint`."""
+        return None if self.computes(layer) else "it computes something else"
+
+    def _parts(self) -> list[torch.nn.Module]:
+        parts = [each for each in self.target.modules() if self.of_role(each)]
+        for part in parts:
+            if type(part) is not kind_of(part) or "forward" in part.__dict__:
+                raise VerificationError(
+                    f"{kind_of(part).__name__} is already patched", "remove the other patch first"
+                )
+        taken = [part for part in parts if self.computes(part)]
+        if not taken:
+            raise VerificationError(
+                f"{type(self.target).__name__} has no {self.role} {self.wanted}",
+                f"its {self.others} are of another kind; revert the patch",
+            )
+        return taken
+
+    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
+        seam = ForwardPatch(kernel, self.original)
+        return [
+            ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
+            for part in self._parts()
+        ]
