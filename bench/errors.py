@@ -90,5 +90,6 @@ def relayed(error: dict[str, str]) -> PatcherError:
     Returns:
         An error of the class with that kind; a `PatcherError` if the kind is unknown.
     """
-    kinds = {kind.kind: kind for kind in PatcherError.__subclasses__()}
+    # a class without a kind of its own is a detail of the process that raised it
+    kinds = {one.kind: one for one in PatcherError.__subclasses__() if "kind" in vars(one)}
     return kinds.get(error["kind"], PatcherError)(error["message"], error["hint"])

@@ -10,7 +10,6 @@ both fit.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -22,7 +21,7 @@ from patcher.bench.ab.engine_config import ConfigTrial, OtherWorkloadRate, Tunin
 from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.processes import SHARE_BESIDE, EngineProcess, TooLateError, open_all
 from patcher.bench.ab.windows import Pair, Side, prompt_seed, take_pair
-from patcher.bench.engines.child_errors import last_error
+from patcher.bench.engines.child_errors import EndedError, last_error
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
@@ -32,9 +31,6 @@ from patcher.bench.workload import Shape, Workload
 WINDOWS = 5
 """Windows of a trial; the first is left out."""
 STEPS = 64
-
-ENDED = re.compile(r"the .{1,200} process ended \([^)]*\): ")
-"""Begins the message of a process that ended."""
 
 Arguments = Mapping[str, JsonValue]
 Options = Sequence[Sequence[Arguments]]
@@ -228,12 +224,12 @@ def _once_more(
 
 def failed_trial(arguments: Arguments, error: PatcherError) -> ConfigTrial:
     """A configuration that did not run, with the engine's own reason."""
-    late = isinstance(error, TooLateError)
-    failure = (
-        "it took too long to load"
-        if late
-        else last_error(ENDED.sub("", error.message)) or "no reason given"
-    )
+    if isinstance(error, TooLateError):
+        failure = "it took too long to load"
+    elif isinstance(error, EndedError):
+        failure = error.said
+    else:
+        failure = last_error(error.message.encode()) or "no reason given"
     return ConfigTrial(arguments=dict(arguments), tokens_per_s=None, failure=failure)
 
 

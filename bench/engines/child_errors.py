@@ -16,6 +16,20 @@ _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "o
 _LONGEST = 300
 
 
+class EndedError(PatcherError):
+    """A program ended that should not have.
+
+    Args:
+        message: which one and how, with its reason.
+        hint: where its output is.
+        said: its reason alone.
+    """
+
+    def __init__(self, message: str, hint: str, said: str) -> None:
+        super().__init__(message, hint)
+        self.said = said
+
+
 @contextmanager
 def memory_errors(workload: Workload) -> Iterator[None]:
     """Turn errors of the allocator into one sentence.
@@ -43,20 +57,20 @@ def child_failed(what: str, code: int, output: bytes) -> PatcherError:
         code: its exit code, negative for a signal.
         output: what it printed.
     """
-    said = last_error(output.decode("utf-8", "replace")) or "it printed nothing"
-    return PatcherError(f"{what} failed (exit code {code}): {said}", kept(output))
+    return ended(f"{what} failed (exit code {code})", output)
 
 
-def last_error(output: str) -> str:
+def ended(how: str, output: bytes) -> EndedError:
+    """The error for a program that ended too early; `how` is a sentence without its reason."""
+    said = last_error(output) or "it printed nothing"
+    with tempfile.NamedTemporaryFile(prefix="patcher-", suffix=".log", delete=False) as log:
+        log.write(output)
+    return EndedError(f"{how}: {said}", f"its whole output is in {log.name}", said)
+
+
+def last_error(output: bytes) -> str:
     """The last exception that a program printed, else its last line; at most 300 characters."""
-    lines = [line.strip() for line in output.splitlines()]
+    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines()]
     named = [found[3] for line in lines if (found := _ERROR.match(line))]  # warnings may follow it
     last = named or [line for line in lines if line]
     return last[-1][:_LONGEST] if last else ""
-
-
-def kept(output: bytes) -> str:
-    """Keep what a program printed in a file, and say where."""
-    with tempfile.NamedTemporaryFile(prefix="patcher-", suffix=".log", delete=False) as log:
-        log.write(output)
-    return f"its whole output is in {log.name}"

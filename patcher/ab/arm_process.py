@@ -24,7 +24,7 @@ from patcher.ab.receipt_counts import called_between
 from patcher.bench import PatcherError, Record, Shape, relayed
 from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
-from patcher.bench.engines.child_errors import kept, last_error
+from patcher.bench.engines.child_errors import ended, last_error
 from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import Patch, Receipt, patch_environment
 
@@ -196,7 +196,7 @@ class ArmProcess:
             assert pipe is not None
             pipe.close()
         self._output = self._log.read_bytes()[-_LOG_LIMIT:]
-        self.last_words = last_error(self._output.decode("utf-8", "replace"))
+        self.last_words = last_error(self._output)
         self._folder.cleanup()
 
     def _line(self, deadline: float) -> bytes:
@@ -220,8 +220,7 @@ class ArmProcess:
         self.kill(CLOSE_S)
         code = self._process.returncode
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        said = self.last_words or "it printed nothing"
-        return PatcherError(f"the {self.name} process ended ({how}): {said}", kept(self._output))
+        return ended(f"the {self.name} process ended ({how})", self._output)
 
 
 class PipeSide:

@@ -18,7 +18,7 @@ from typing import Self
 
 from patcher.bench import MissingError, PatcherError, Record, UsageError
 from patcher.bench.engines import PLUGINS
-from patcher.bench.engines.child_errors import kept, last_error
+from patcher.bench.engines.child_errors import ended
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
@@ -254,9 +254,7 @@ class EngineServer:
             time.sleep(0.2)
 
     def _failed(self, how: str) -> PatcherError:
-        output = self._log.read_bytes()[-_LOG_LIMIT:]
-        said = last_error(output.decode("utf-8", "replace")) or "it printed nothing"
-        return PatcherError(f"the {self.name} server {how}: {said}", kept(output))
+        return ended(f"the {self.name} server {how}", self._log.read_bytes()[-_LOG_LIMIT:])
 
 
 def refuse_used_port(port: int) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from patcher.bench import PatcherError, UsageError, relayed
+from patcher.bench.ab.processes import TooLateError
 from patcher.bench.engines.child_errors import child_failed
 
 TRACEBACK = b"""loading
@@ -34,3 +36,13 @@ def test_the_exception_is_the_sentence(
     [log] = tmp_path.iterdir()
     assert error.hint == f"its whole output is in {log}"
     assert log.read_bytes() == output
+
+
+def test_an_error_that_is_relayed_is_of_its_kind_and_of_no_other() -> None:
+    """Two classes have no kind of their own, as one that says that loading took too long."""
+    plain = PatcherError("it failed", "try again")
+    for error in (plain, TooLateError("it failed"), child_failed("the program", 1, b"no")):
+        again = relayed(error.as_dict())
+        assert type(again) is PatcherError
+        assert (again.message, again.hint) == (error.message, error.hint)
+    assert type(relayed(UsageError("wrong").as_dict())) is UsageError
