@@ -4,7 +4,8 @@ BUNDLE...`, on a GPU host.
 Each feature is served by two layers of gpt-oss-20b with random weights in three processes: stock,
 patched, and stock without compilation or graphs as the reference. Logits over the same tokens are
 compared as in every verdict (`patcher.bench.ab.quality`), after what the feature does, such as a
-sleep. With speculative decoding a step has several rows, so that only greedy tokens are compared.
+sleep; an engine that is to run eagerly is held to a compiled one. With speculative decoding a step
+has several rows, so that only greedy tokens are compared.
 OUT/features.json has a cell for each feature and patch; a second call goes on where a first ended.
 """
 
@@ -29,6 +30,7 @@ import torch
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
+from patcher.bench.lab.mxfp4_checkpoint import write_checkpoint
 from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import (
     Patch,
@@ -61,10 +63,17 @@ class Feature:
     """What is done to the `LLM` between a first pass and the one that is compared."""
     adapters: bool = False
     """Whether every second request has a LoRA adapter."""
+    checkpoint: bool = False
+    """Whether the weights come from disk, from where they can be loaded again."""
     tokens_alone: bool = False
     """Whether tokens are compared, not logits."""
     gpus: int = 1
     """How many it needs."""
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Arguments with which the same engine computes in another way."""
+        return {"enforce_eager": not self.arguments.get("enforce_eager", False)}
 
 
 def _sleep(llm: Any) -> None:
@@ -92,7 +101,9 @@ FEATURES = {
     "KV offload": Feature({"enable_prefix_caching": True, "kv_offloading_size": 1}, passes=2),
     "weights offloaded": Feature({"cpu_offload_gb": 0.3}),
     "sleep 1, wake": Feature({"enable_sleep_mode": True}, then=_sleep),
-    "sleep 2, wake, reload": Feature({"enable_sleep_mode": True}, then=_sleep_and_load),
+    "sleep 2, wake, reload": Feature(
+        {"enable_sleep_mode": True}, then=_sleep_and_load, checkpoint=True
+    ),
     "LoRA, every second request": Feature({"enable_lora": True, "max_lora_rank": 8}, adapters=True),
     "n-gram speculation": Feature({"speculative_config": _NGRAM}, tokens_alone=True),
     "batch invariant": Feature(variables={"VLLM_BATCH_INVARIANT": "1"}),
@@ -123,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = given.only or here
     if unknown := [name for name in names if name not in FEATURES]:
         parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
-    write_model(out)
+    write_model(out, on_disk=any(FEATURES[name].checkpoint for name in names))
     with ExitStack() as kept:
         patches = [Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles]
         return compare(out, names, patches, given.jobs)
@@ -145,14 +156,16 @@ def compare(out: Path, names: Sequence[str], patches: Sequence[Patch], jobs: int
     return 0 if all(found["outcome"] != "wrong" for found in cells.values()) else 1
 
 
-def write_model(out: Path) -> None:
-    """Write the config.json of the first layers of `MODEL`."""
+def write_model(out: Path, on_disk: bool = False) -> None:
+    """Write the config.json of the first layers of `MODEL`, and a checkpoint of them if asked."""
     config = full_config(MODEL)
     kinds = config.get("layer_types")
     config |= {"num_hidden_layers": LAYERS, "layer_types": kinds and kinds[:LAYERS]}
     (out / "model").mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, "torch_dtype": "bfloat16"})
     (out / "model/config.json").write_text(text, encoding="utf-8")
+    if on_disk and not (out / "checkpoint/config.json").exists():
+        write_checkpoint(out / "checkpoint", config)
 
 
 def start(out: Path, name: str, arm: str, patches: Sequence[Patch], jobs: int) -> None:
@@ -186,7 +199,8 @@ def run(out: Path, name: str, arm: str, share: float) -> None:
 
     feature = FEATURES[name]
     workload = Workload(
-        model=str(out / "model"),
+        model=str(out / ("checkpoint" if feature.checkpoint else "model")),
+        weights="local" if feature.checkpoint else "random",
         engine="vllm",
         device="cuda",
         dtype="bfloat16",
@@ -200,7 +214,7 @@ def run(out: Path, name: str, arm: str, share: float) -> None:
         **feature.arguments,
     }
     if arm == "reference":
-        arguments |= VllmEngine.reference_arguments
+        arguments |= feature.reference
     await_engine("vllm")
     engine = VllmEngine(workload, arguments)
     if feature.adapters:
@@ -283,7 +297,8 @@ def cell(out: Path, name: str, patches: Sequence[Patch]) -> dict[str, Any]:
         )
         why = f"{100 * same:.0f} % of greedy tokens agree, {100 * first:.0f} % of the first"
         return found("right" if first > 0.8 else "wrong", why)
-    quality = compare_logits(stock, stock, patched, reference, "the same engine, eager")
+    way = "eager" if FEATURES[name].reference["enforce_eager"] else "compiled"
+    quality = compare_logits(stock, stock, patched, reference, f"the same engine, {way}")
     return found("right" if quality.passed else "wrong", quality.reason)
 
 

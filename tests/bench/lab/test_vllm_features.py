@@ -29,6 +29,12 @@ def test_logits_are_held_to_stocks_own_error(error: float, outcome: str, tmp_pat
     assert cell(tmp_path, "eager", ())["outcome"] == outcome
 
 
+def test_the_reference_computes_in_another_way_than_the_arms() -> None:
+    for name, feature in FEATURES.items():
+        eager = bool(feature.arguments.get("enforce_eager"))
+        assert feature.reference == {"enforce_eager": not eager}, name
+
+
 def test_tokens_are_compared_where_a_step_has_several_rows(tmp_path: Path) -> None:
     name = "n-gram speculation"
     tokens = torch.arange(80).reshape(8, 10)
