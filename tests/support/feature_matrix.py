@@ -30,18 +30,16 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "torch": (ANY,),
 }
 TITLES = {"vllm": "vLLM", "transformers": "transformers", "torch": "Processes of any engine"}
+ON_GPU = ROOT / "bench" / "results" / "h100-vllm-0.33" / "features.json"
+"""What `patcher.bench.lab.vllm_features` found on a GPU."""
 NEEDS_GPU = (
-    "sleep level 1 and 2, wake up, reload",
-    "CUDA graphs: FULL, PIECEWISE, FULL_DECODE_ONLY, breakable",
-    "`cpu_offload_gb` through UVA",
-    "LoRA per request under load",
-    "n-gram and draft models under load",
-    "prefix cache hits, chunked prefill, async scheduling",
+    "CUDA graphs: FULL_DECODE_ONLY, breakable",
+    "draft models under load",
     "NIXL and other connectors that write while a step runs",
     "tensor parallelism and EPLB on several GPUs",
     "`device_map` over several GPUs",
 )
-"""What was not tried at any point, since only a GPU tells."""
+"""What was not tried at any point, since only a GPU, or several, tell."""
 
 Claim = tuple[str, str, str, str]
 """Engine, feature, point, outcome."""
@@ -85,9 +83,27 @@ def page(record: Record) -> str:
             cells = [_cell(found[name].get(point, {}), versions) for point in points]
             lines.append(_row([name, *cells]))
         lines.append("")
+    lines += [_GPU, *_on_gpu(json.loads(ON_GPU.read_text(encoding="utf-8"))), ""]
     lines.append(_PASSES)
     lines += [f"- `{p.name}`: {_code(p.fusions)}" for p in VLLM.values() if p.fusions]
     return "\n".join([*lines, "", _TAIL, *(f"- {name}" for name in NEEDS_GPU), ""])
+
+
+def _on_gpu(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A row a feature, with the patches that left all calls to the engine, and why."""
+    yield _row(["feature", "outcome", "idle patches"])
+    yield _row(["---"] * 3)
+    for name, each in sorted(found.items()):
+        idle: dict[str, list[str]] = {}
+        for patch, told in each["patches"].items():
+            if "; 0 calls;" in told:
+                why = told.split("; 0 calls;")[0].removeprefix("falls back; ").rstrip("; ")
+                layers, _, reason = why.partition("; ")
+                reason = reason.partition(": ")[2] if "layers" in layers else layers
+                idle.setdefault(reason or "outside compiled graphs", []).append(patch.split("-")[0])
+        said = "; ".join(f"{_code(ops)}: {why}" for why, ops in idle.items())
+        outcome = each["why"] if each["outcome"] == NOT_TRIED else each["outcome"]
+        yield _row([name, outcome, said or "none"])
 
 
 def _code(names: Iterable[str]) -> str:
@@ -216,6 +232,14 @@ from its wheels, with doubles for what needs a GPU; transformers with real peft 
 - *falls back*: the engine's own code runs, and the receipt counts that with a reason.
 - *refused*: the patch is not installed where that is on, and the log says why.
 - *not tried*: no test says. `patcher receipts` tells for each layer and call.
+"""
+_GPU = """\
+## vLLM 0.33.0 on an H100
+
+Two layers of gpt-oss-20b with eight patches, stock and patched in processes of their own: logits over
+the same tokens, or greedy tokens where a step has several rows of a request
+([evidence](https://github.com/patcher-ai/patcher/blob/main/bench/results/h100-vllm-0.33/README.md)).
+An idle patch left all its calls to the engine.
 """
 _PASSES = """## Passes that lose what a patch replaces
 
