@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -34,6 +35,9 @@ GENERATIONS = {"b12x": 12, "trtllm": 10, "cutedsl": 10}
 """What names contain that need a major compute capability: exactly 12, or at least 10."""
 EXPERTS_ALONE = ("mxfp4",)
 """Quantisations that leave linear layers as they are, as `Mxfp4Config.get_quant_method` does."""
+EXPERT_FORMATS = {"awq": "int_wna16", "gptq": "int_wna16"}
+"""vLLM's name of the format of experts, where it is not the quantisation's."""
+_CHOOSER = re.compile(r"map_\w+_backend")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What config.json calls the number of experts of a layer."""
 
@@ -74,7 +78,8 @@ def ask(workload: Workload) -> Options:
         ),
     ]
     if model is None or any(model.get(name) for name in EXPERTS):
-        ways.insert(0, _values("moe_backend", runnable(get_args(kernel.MoEBackend), capability)))
+        names = runnable(get_args(kernel.MoEBackend), capability)
+        ways.insert(0, _values("moe_backend", of_format(names, model)))
     return tuple(each for each in ways if each)
 
 
@@ -100,6 +105,32 @@ def runnable(names: Iterable[str], capability: Any) -> list[str]:
         return major == needed if needed == GENERATIONS["b12x"] else major >= needed
 
     return [name for name in names if fits(name)]
+
+
+def of_format(names: Iterable[str], model: Mapping[str, Any] | None) -> list[str]:
+    """Those of the experts' backends that vLLM has for the format of the model's experts; all where
+    the model's config.json is not at hand, or this version has no list for its format.
+    """
+    if model is None:
+        return list(names)
+    method = (model.get("quantization_config") or {}).get("quant_method", "unquantized")
+    name = EXPERT_FORMATS.get(method, method)
+    try:
+        module: Any = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{name}")
+    except ImportError:
+        return list(names)
+    chooser = next((one for each, one in vars(module).items() if _CHOOSER.fullmatch(each)), None)
+    if chooser is None:
+        return list(names)
+
+    def has(backend: str) -> bool:
+        try:
+            chooser(backend)
+        except ValueError:  # as vLLM says it to whoever asks for that backend
+            return False
+        return True
+
+    return [backend for backend in names if has(backend)]
 
 
 def attention_backends(

@@ -56,6 +56,12 @@ def test_names_are_those_of_the_installed_vllm(hopper: Any) -> None:
     assert set(found["moe_backend"]) <= set(get_args(MoEBackend))
     assert {"auto", "emulation", "aiter"}.isdisjoint(found["moe_backend"])
     assert not [name for name in found["moe_backend"] if "b12x" in name or "trtllm" in name]
+    assert "cutlass" not in found["moe_backend"], "vLLM has none for MXFP4"
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    assert "cutlass" in vllm_options.of_format(get_args(MoEBackend), fp8)
+    assert "triton_unfused" not in vllm_options.of_format(get_args(MoEBackend), fp8)
+    other = {"quantization_config": {"quant_method": "a format of tomorrow"}}
+    assert vllm_options.of_format(["cutlass", "x"], other) == ["cutlass", "x"]
     assert set(found["attention_backend"]) <= set(AttentionBackendEnum.__members__)
     modes = [each["cudagraph_mode"] for each in found["compilation_config"]]
     assert {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE"} <= set(modes)
