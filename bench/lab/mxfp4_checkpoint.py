@@ -33,9 +33,10 @@ def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Non
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    causal: Any = AutoModelForCausalLM
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
+        model = causal.from_config(AutoConfig.for_model(**plain))
     generator = torch.Generator().manual_seed(seed)
     spreads = spread_of(name for name, _ in model.named_parameters())
     tensors: dict[str, torch.Tensor] = {}

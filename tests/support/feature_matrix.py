@@ -236,8 +236,8 @@ from its wheels, with doubles for what needs a GPU; transformers with real peft 
 _GPU = """\
 ## vLLM 0.33.0 on an H100
 
-Two layers of gpt-oss-20b with eight patches, stock and patched in processes of their own: logits over
-the same tokens, or greedy tokens where a step has several rows of a request
+Two layers of gpt-oss-20b with eight patches, stock and patched in processes of their own: logits
+over the same tokens, or greedy tokens where a step has several rows of a request
 ([evidence](https://github.com/patcher-ai/patcher/blob/main/bench/results/h100-vllm-0.33/README.md)).
 An idle patch left all its calls to the engine.
 """
