@@ -1,5 +1,6 @@
-"""Run many measurements on the GPUs of one host, each with GPUs of its own: `python -m
-patcher.bench.lab.gpu_queue PLAN OUT --set NAME=VALUE...`.
+"""Run many measurements on the GPUs of one host, each with GPUs and a share of the CPUs of its own,
+so that what one compiles is not in another's figures: `python -m patcher.bench.lab.gpu_queue PLAN
+OUT --set NAME=VALUE...`.
 
 PLAN is TOML, a table a job, tried in the order of the file: `run` (a bash command, in OUT), `gpus`
 (default 1), `limit_s`, `after` (jobs that have to have ended), `setup` (a file of the environment
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,7 +91,7 @@ class GpuQueue:
     def __init__(self, jobs: Sequence[GpuJob], gpus: Sequence[str], out: Path) -> None:
         self.jobs, self.out = list(jobs), out
         self.names = {job.name for job in jobs}
-        self.free = list(gpus)
+        self.free, self.cpus = list(gpus), shares(gpus, os.sched_getaffinity(0))
         if most := [job.name for job in jobs if job.gpus > len(gpus)]:
             raise PlanError(f"{', '.join(most)} needs more than the {len(gpus)} GPUs of this host")
         self.ended: dict[str, int] = {}
@@ -124,8 +125,9 @@ class GpuQueue:
                 return  # what comes later in the plan does not overtake it
             taken, self.free = self.free[: job.gpus], self.free[job.gpus :]
             log = (self.out / "jobs" / f"{job.name}.log").open("wb")
+            own = ",".join(str(cpu) for gpu in taken for cpu in self.cpus[gpu])
             process = subprocess.Popen(
-                ["bash", "-c", job.command],
+                [*(["taskset", "-c", own] if own else []), "bash", "-c", job.command],
                 cwd=self.out,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(taken)},
                 stdin=subprocess.DEVNULL,
@@ -181,6 +183,13 @@ class GpuQueue:
 
 def _code(file: Path) -> int:
     return int(json.loads(file.read_text(encoding="utf-8"))["code"])
+
+
+def shares(gpus: Sequence[str], cpus: Iterable[int]) -> dict[str, list[int]]:
+    """By GPU, its part of the CPUs: neighbours, since these share caches and memory."""
+    known = sorted(cpus)
+    size = len(known) // len(gpus)
+    return {gpu: known[size * place : size * (place + 1)] for place, gpu in enumerate(gpus)}
 
 
 def gpus_here() -> list[str]:

@@ -73,10 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if torch.cuda.device_count() < 2:
         parser.error(f"this host shows {torch.cuda.device_count()} GPUs; it takes two")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.GptOssConfig(
         hidden_size=HIDDEN,
-        intermediate_size=4096,
+        intermediate_size=512,
         num_hidden_layers=LAYERS,
+        num_local_experts=4,
+        num_experts_per_tok=4,  # all, since rounding changes which are chosen
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=64,

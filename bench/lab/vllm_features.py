@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ import torch
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
+from patcher.bench.lab.lora_adapter import RANK, write_adapter
 from patcher.bench.lab.mxfp4_checkpoint import write_checkpoint
 from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import (
@@ -104,7 +104,9 @@ FEATURES = {
     "sleep 2, wake, reload": Feature(
         {"enable_sleep_mode": True}, then=_sleep_and_load, checkpoint=True
     ),
-    "LoRA, every second request": Feature({"enable_lora": True, "max_lora_rank": 8}, adapters=True),
+    "LoRA, every second request": Feature(
+        {"enable_lora": True, "max_lora_rank": RANK}, adapters=True
+    ),
     "n-gram speculation": Feature({"speculative_config": _NGRAM}, tokens_alone=True),
     "batch invariant": Feature(variables={"VLLM_BATCH_INVARIANT": "1"}),
     "layerwise NVTX": Feature({"enable_layerwise_nvtx_tracing": True}),
@@ -240,28 +242,11 @@ def run(out: Path, name: str, arm: str, share: float) -> None:
 
 def give_adapters(engine: Any, out: Path) -> None:
     """Give every second request a LoRA adapter with random weights for the attention's layers."""
-    from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    folder, rank = out / "adapter", 8
+    folder = out / "adapter"
     config = json.loads((out / "model/config.json").read_text(encoding="utf-8"))
-    hidden = config["hidden_size"]
-    wide = config["num_attention_heads"] * config["head_dim"]
-    sizes = {"q_proj": (hidden, wide), "o_proj": (wide, hidden)}
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(LAYERS):
-        for module, (inner, outer) in sizes.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora"
-            for half, shape in (("A", (rank, inner)), ("B", (outer, rank))):
-                values = torch.randn(shape, generator=generator) / 16
-                weights[f"{name}_{half}.weight"] = values.bfloat16()
-    folder.mkdir(exist_ok=True)
-    written = folder / f"{os.getpid()}.safetensors"  # other arms write it at the same time
-    save_file(weights, written)
-    written.replace(folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes)}
-    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    write_adapter(folder, config)
     original, adapter = engine._engine.add_request, LoRARequest("random", 1, str(folder))
 
     def add(name: str, *args: Any, **more: Any) -> Any:

@@ -4,8 +4,10 @@ patcher.bench.lab.vllm_soak OUT BUNDLE...`, on a GPU host.
 Both servers run on one GPU at the same time, each with a share of its memory. In each round both
 get the same: a run of `vllm bench serve` with another trace and concurrency, requests whose client
 goes away, every third round a sleep and a wake-up, and the same few prompts alone, whose tokens and
-log-probabilities must be those of the first round, bit for bit. OUT/soak.jsonl has a line a round;
-OUT/soak.json the table: memory of GPU and host and how it grew, drift, and calls by patch.
+log-probabilities must be those of the first round, bit for bit. With `--lora` every second run,
+half of the requests that are left and half of the probes have a LoRA adapter, and nothing sleeps.
+OUT/soak.jsonl has a line a round; OUT/soak.json the table: memory of GPU and host and how it grew,
+drift, and calls by patch.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from patcher.ab.served_records import ServedJob, SideSetup
 from patcher.ab.server import HOST, EngineServer, free_port, installation, server_environment
 from patcher.bench import PatcherError, Workload, parse_json
 from patcher.bench.ab.served import ServedPoint, TraceRequest, requests_of, traces
+from patcher.bench.engines.architecture import full_config
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import client_of, filled, request_line
+from patcher.bench.lab.lora_adapter import RANK, write_adapter
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, read_receipts, unpacked
 
@@ -47,6 +51,8 @@ PROBES, PROBE_TOKENS = 4, 32
 PROBE_SEED, ABORT_SEED = 990_000, 980_000
 SETTLED = 6
 """Rounds until memory is taken as settled: each kind of traffic and a sleep have been there."""
+ADAPTER = "random"
+"""The name by which requests ask for the LoRA adapter."""
 
 
 class SoakRound(NamedTuple):
@@ -65,8 +71,9 @@ class SoakRound(NamedTuple):
 class SoakedServer:
     """One server, with the client that drives it."""
 
-    def __init__(self, arm: str, job: ServedJob, side: SideSetup, kept: ExitStack) -> None:
-        self.arm, self.job = arm, job
+    def __init__(self, job: ServedJob, side: SideSetup, lora: bool, kept: ExitStack) -> None:
+        self.arm, self.job, self.lora = side.name, job, lora
+        arm = side.name
         self.folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix=f"soak-{arm}-")))
         self.prompts = ServedPrompts(job.workload)
         port = free_port()
@@ -91,11 +98,12 @@ class SoakedServer:
         """Traffic, requests that are left alone, perhaps a sleep, then the probes."""
         self._drive(index)
         self._leave_alone(index)
-        if index % SLEEP_EVERY == SLEEP_EVERY - 1:
+        if not self.lora and index % SLEEP_EVERY == SLEEP_EVERY - 1:
             self._post("/sleep?level=1")
             self._post("/wake_up")
         self._post("/reset_prefix_cache")
-        probes = [self._probe(request) for request in self._requests("fixed", PROBES, PROBE_SEED)]
+        asked = self._requests("fixed", PROBES, PROBE_SEED)
+        probes = [self._probe(request, number) for number, request in enumerate(asked)]
         time.sleep(1.5)  # receipts are written once a second
         pids = descendants(self.server.pid)
         return SoakRound(probes, gpu_mib(pids), host_mib(pids), self._calls())
@@ -112,22 +120,28 @@ class SoakedServer:
                 lines.write(line + "\n")
         more = {"requests": file, "count": len(requests), "concurrency": users, "run": index}
         words = filled(self.job.serving.bench, {**self.values, **more, "result": result.name})
+        if self._adapted(index):
+            words += ["--lora-modules", ADAPTER]
         self.client.run(words, self.server, self.clocks)
 
     def _leave_alone(self, index: int) -> None:
         """Begin to read streams and close their connections."""
 
-        def leave(request: TraceRequest) -> None:
-            answer, connection = self._ask(request, stream=True)
+        def leave(number: int, request: TraceRequest) -> None:
+            answer, connection = self._ask(request, number, stream=True)
             answer.read(256)
             connection.close()
 
+        asked = self._requests("mixed", LEFT_ALONE, ABORT_SEED + index)
         with ThreadPoolExecutor(LEFT_ALONE) as pool:
-            list(pool.map(leave, self._requests("mixed", LEFT_ALONE, ABORT_SEED + index)))
+            list(pool.map(leave, range(len(asked)), asked))
 
-    def _probe(self, request: TraceRequest) -> Any:
+    def _adapted(self, number: int) -> bool:
+        return self.lora and number % 2 == 1
+
+    def _probe(self, request: TraceRequest, number: int) -> Any:
         short = TraceRequest(request.prompt, PROBE_TOKENS)
-        answer, connection = self._ask(short, logprobs=1)
+        answer, connection = self._ask(short, number, logprobs=1)
         found = parse_json(answer.read().decode())
         connection.close()
         [choice] = found["choices"]
@@ -137,10 +151,10 @@ class SoakedServer:
         return requests_of(traces()[trace], count, self.prompts.vocabulary, seed)
 
     def _ask(
-        self, request: TraceRequest, **more: Any
+        self, request: TraceRequest, number: int, **more: Any
     ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
         body = {
-            "model": self.prompts.model,
+            "model": ADAPTER if self._adapted(number) else self.prompts.model,
             "prompt": self.prompts.text(request.prompt),
             "max_tokens": request.output_len,
             "temperature": 0,
@@ -276,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("bundles", type=Path, nargs="*")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--memory-share", type=float, default=0.42, help="of the GPU, a server")
+    parser.add_argument("--lora", action="store_true", help="with an adapter on and off")
     given = parser.parse_args(arguments)
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
@@ -286,15 +301,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     points = tuple(ServedPoint(trace=trace, concurrency=users) for trace, users in TRAFFIC)
     job = ServedJob(workload, name, client, points, process_pairs=1)
-    stock = SideSetup(
-        "stock",
-        {"gpu_memory_utilization": given.memory_share, "enable_sleep_mode": True},
-    )
+    if given.lora:
+        adapter = out.resolve() / "adapter"
+        write_adapter(adapter, full_config(MODEL))
+        more = {"enable_lora": True, "max_lora_rank": RANK, "lora_modules": f"{ADAPTER}={adapter}"}
+    else:
+        more = {"enable_sleep_mode": True}
+    stock = SideSetup("stock", {"gpu_memory_utilization": given.memory_share, **more})
     with ExitStack() as kept:
         patches = tuple(Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles)
         sides = (stock, replace(stock, name="patched", patches=patches))
         # one after the other: vLLM measures the memory of the GPU as it starts
-        arms = [SoakedServer(side.name, job, side, kept) for side in sides]
+        arms = [SoakedServer(job, side, given.lora, kept) for side in sides]
         begin = time.monotonic()
         rounds = soak(arms, given.minutes, out / "soak.jsonl")
         found = table(rounds) | {"minutes": (time.monotonic() - begin) / 60}

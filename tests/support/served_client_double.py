@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-port, requests, concurrency, result = sys.argv[1:]
+port, requests, concurrency, result, *_ = sys.argv[1:]
 lines = [json.loads(line) for line in Path(requests).read_text().splitlines()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -92,3 +93,14 @@ def test_the_plan_of_vllm_names_what_there_is() -> None:
     for job in jobs:
         checked = subprocess.run(["bash", "-n", "-c", job.command], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stderr
+
+
+def test_each_gpu_has_cpus_of_its_own(tmp_path: Path) -> None:
+    assert gpu_queue.shares(["4", "7"], {9, 3, 1, 2, 8}) == {"4": [1, 2], "7": [3, 8]}
+    plan = "[one]\nrun = \"python3 -c 'import os; print(len(os.sched_getaffinity(0)))'\"\n"
+    assert ran(tmp_path, plan, gpus="0") == 0
+    assert int(log(tmp_path, "one")) == len(os.sched_getaffinity(0))
+    here = os.sched_getaffinity(0)
+    if len(here) > 1:
+        assert ran(tmp_path, plan.replace("one", "half")) == 0
+        assert int(log(tmp_path, "half")) == len(here) // 2

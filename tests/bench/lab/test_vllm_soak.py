@@ -38,8 +38,9 @@ CLIENT = ServingClient(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("lora", [False, True])
 def test_two_servers_get_the_same_and_a_line_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(SUPPORT), str(tmp_path))))
@@ -49,7 +50,7 @@ def test_two_servers_get_the_same_and_a_line_a_round(
     job = ServedJob(WORKLOAD, "double", CLIENT, points, process_pairs=1)
     sides = (SideSetup("stock"), SideSetup("patched", {"token_ms": 2}))
     with ExitStack() as kept:
-        arms = [SoakedServer(side.name, job, side, kept) for side in sides]
+        arms = [SoakedServer(job, side, lora, kept) for side in sides]
         rounds = soak(arms, 0.01, tmp_path / "soak.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert len(lines) == len(rounds) > 0
