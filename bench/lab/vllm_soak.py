@@ -7,7 +7,7 @@ goes away, every third round a sleep and a wake-up, and the same few prompts alo
 log-probabilities must be those of the first round, bit for bit. With `--lora` every second run,
 half of the requests that are left and half of the probes have a LoRA adapter, and nothing sleeps.
 OUT/soak.jsonl has a line a round; OUT/soak.json the table: memory of GPU and host and how it grew,
-drift, and calls by patch.
+drift, and calls by patch so far.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import JsonValue
 
 from patcher.ab.bench_client import BenchClient
 from patcher.ab.served_records import ServedJob, SideSetup
@@ -193,7 +195,7 @@ class SoakedServer:
 
 
 def soak(arms: Sequence[SoakedServer], minutes: float, record: Path) -> list[dict[str, SoakRound]]:
-    """Rounds until the time is over; a line of each is written at once."""
+    """Rounds until the time is over; a line of each and the table so far are written at once."""
     deadline, rounds = time.monotonic() + 60 * minutes, list[dict[str, SoakRound]]()
     with ThreadPoolExecutor(len(arms)) as pool, record.open("w", encoding="utf-8") as lines:
         while time.monotonic() < deadline:
@@ -205,6 +207,8 @@ def soak(arms: Sequence[SoakedServer], minutes: float, record: Path) -> list[dic
             for name, one in line.items():
                 one["drifted"] = one.pop("probes") != first[name]
             print(json.dumps(line), file=lines, flush=True)
+            found = table(rounds) | {"minutes": minutes + (time.monotonic() - deadline) / 60}
+            record.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     return rounds
 
 
@@ -217,6 +221,7 @@ def table(rounds: Sequence[dict[str, SoakRound]]) -> dict[str, Any]:
         found[name] = {
             "rounds": len(seen),
             "rounds_with_other_probes": drifted,
+            "different_probes": len({json.dumps(one.probes) for one in seen}),
             "gpu_mib": grown([one.gpu_mib for one in seen]),
             "host_mib": grown([one.host_mib for one in seen]),
             "calls": {
@@ -301,22 +306,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     points = tuple(ServedPoint(trace=trace, concurrency=users) for trace, users in TRAFFIC)
     job = ServedJob(workload, name, client, points, process_pairs=1)
+    switches: dict[str, JsonValue] = {"gpu_memory_utilization": given.memory_share}
     if given.lora:
         adapter = out.resolve() / "adapter"
         write_adapter(adapter, full_config(MODEL))
-        more = {"enable_lora": True, "max_lora_rank": RANK, "lora_modules": f"{ADAPTER}={adapter}"}
+        switches |= {"enable_lora": True, "max_lora_rank": RANK}
+        switches["lora_modules"] = f"{ADAPTER}={adapter}"
     else:
-        more = {"enable_sleep_mode": True}
-    stock = SideSetup("stock", {"gpu_memory_utilization": given.memory_share, **more})
+        switches["enable_sleep_mode"] = True
+    stock = SideSetup("stock", switches)
     with ExitStack() as kept:
         patches = tuple(Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles)
         sides = (stock, replace(stock, name="patched", patches=patches))
         # one after the other: vLLM measures the memory of the GPU as it starts
         arms = [SoakedServer(job, side, given.lora, kept) for side in sides]
-        begin = time.monotonic()
-        rounds = soak(arms, given.minutes, out / "soak.jsonl")
-        found = table(rounds) | {"minutes": (time.monotonic() - begin) / 60}
-    (out / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = table(soak(arms, given.minutes, out / "soak.jsonl"))
     print(json.dumps(found, indent=1))
     drifted = [each for each in ("stock", "patched") if found[each]["rounds_with_other_probes"]]
     return 1 if "patched" in drifted and "stock" not in drifted else 0

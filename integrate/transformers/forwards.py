@@ -19,7 +19,7 @@ from patcher.bench import UsageError, VerificationError
 from patcher.integrate.counts import CallCounters
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.transformers.later import ModelsBuiltLater
-from patcher.integrate.transformers.parts import body_of, kind_of
+from patcher.integrate.transformers.parts import body_of, kind_of, refuse_replaced
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
 NewForward = tuple[torch.nn.Module, Callable[[Forward], Forward]]
@@ -172,8 +172,8 @@ class GptOssPoint(ForwardsPoint):
         parts = self.parts(body)
         for module in (*parts, body):
             # patches of other points may lie over the body's forward
-            patched = module is not body and type(module) is not kind_of(module)
-            if patched or "forward" in module.__dict__:
+            refuse_replaced(module)
+            if module is not body and type(module) is not kind_of(module):
                 raise VerificationError(
                     f"{kind_of(module).__name__} is already patched", "remove the other patch first"
                 )

@@ -42,6 +42,23 @@ def without_patches(kind: type[Any]) -> type[Any]:
     return kind
 
 
+def refuse_replaced(module: Any) -> None:
+    """Check that no other code has put a forward in the place of the module's own.
+
+    Raises:
+        VerificationError: it has, such as accelerate, which spreads and offloads a model that way.
+    """
+    if "forward" not in module.__dict__:
+        return
+    what = f"{kind_of(module).__name__}.forward was replaced"
+    if hasattr(module, "_hf_hook"):
+        raise VerificationError(
+            f"{what} by a hook of accelerate, which may move what the patch computes with",
+            "load the model on one device, without device_map or offload",
+        )
+    raise VerificationError(what, "patch the model before other code does")
+
+
 def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module]) -> None:
     """Check that modules are of the transformers class that a patch replaces.
 

@@ -13,7 +13,7 @@ from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
-from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.parts import kind_of, refuse_replaced
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
 
@@ -64,7 +64,8 @@ class ProbedPoint(ForwardsPoint):
     def _parts(self) -> list[torch.nn.Module]:
         parts = [each for each in self.target.modules() if self.of_role(each)]
         for part in parts:
-            if type(part) is not kind_of(part) or "forward" in part.__dict__:
+            refuse_replaced(part)
+            if type(part) is not kind_of(part):
                 raise VerificationError(
                     f"{kind_of(part).__name__} is already patched", "remove the other patch first"
                 )

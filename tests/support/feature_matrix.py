@@ -37,7 +37,6 @@ NEEDS_GPU = (
     "draft models under load",
     "NIXL and other connectors that write while a step runs",
     "tensor parallelism and EPLB on several GPUs",
-    "`device_map` over several GPUs",
 )
 """What was not tried at any point, since only a GPU, or several, tell."""
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from patcher.bench.lab.vllm_features import ARMS, FEATURES, cell, main, place, write_model
+from patcher.bench.lab.vllm_features import (
+    ARMS,
+    FEATURES,
+    Feature,
+    cell,
+    compare,
+    main,
+    place,
+    write_model,
+)
 
 STOCK = torch.randn((64, 50), generator=torch.Generator().manual_seed(0))
 
@@ -53,6 +63,17 @@ def test_what_only_a_patched_engine_cannot_do_is_wrong(tmp_path: Path) -> None:
         "not tried",
         "not tried: the stock process stops: it broke",
     )
+
+
+def test_what_a_version_of_vllm_does_not_have_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Feature(offered=lambda: False)
+    monkeypatch.setitem(FEATURES, "sequence parallel", gone)
+    assert compare(tmp_path, ["sequence parallel"], (), jobs=1) == 0
+    told = json.loads((tmp_path / "features.json").read_text(encoding="utf-8"))
+    assert told["sequence parallel"]["outcome"] == "not offered"
+    assert not place(tmp_path, "sequence parallel", "stock").exists()
 
 
 def test_the_served_model_has_the_first_layers_of_the_real_one(tmp_path: Path) -> None:

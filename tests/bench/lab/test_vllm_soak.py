@@ -56,7 +56,9 @@ def test_two_servers_get_the_same_and_a_line_a_round(
     assert len(lines) == len(rounds) > 0
     assert all(line["stock"]["drifted"] is False for line in lines)
     assert all(line["patched"]["host_mib"] > 0 for line in lines)
-    assert table(rounds)["patched"]["rounds"] == len(rounds)
+    told = json.loads((tmp_path / "soak.json").read_text())
+    assert told["patched"]["rounds"] == table(rounds)["patched"]["rounds"] == len(rounds)
+    assert told["minutes"] > 0
 
 
 def test_drift_growth_and_forwards_are_told() -> None:
@@ -66,7 +68,7 @@ def test_drift_growth_and_forwards_are_told() -> None:
         return SoakRound([[" t1", [-1.0 - (index == 7)]]], 100.0 + index, 50.0, calls)
 
     found = table([{"patched": seen(index)} for index in range(16)])["patched"]
-    assert found["rounds_with_other_probes"] == [7]
+    assert (found["rounds_with_other_probes"], found["different_probes"]) == ([7], 2)
     assert found["gpu_mib"] == {"settled": 107.0, "end": 114.0, "growth": 7.0, "most": 115.0}
     assert found["host_mib"]["growth"] == 0
     assert found["calls"]["norm"]["forwards"] == 2

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
-from transformers_sample import GPT_OSS, PER_LAYER, built, logits, patched
+from transformers_sample import (
+    GPT_OSS,
+    PER_LAYER,
+    built,
+    inside,
+    logits,
+    original_kernel,
+    patched,
+)
+
+from patcher.bench import VerificationError
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -89,3 +99,26 @@ def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     assert not any(hasattr(type(module), "patch_point") for module in model.modules())
     assert set(books) == set(GPT_OSS)
+
+
+@feature("`device_map`, offload: spread before it is patched", "refused", *GPT_OSS)
+def test_a_spread_model_is_refused_by_what_spreads_it() -> None:
+    model = built()
+    places = {"model": "cpu", "lm_head": "cpu"}
+    accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    for part in model.modules():
+        accelerate.hooks.add_hook_to_module(part, accelerate.hooks.ModelHook())
+    expected = logits(model)
+    for name, point in GPT_OSS.items():
+        with (
+            pytest.raises(VerificationError, match="was replaced by a hook of accelerate"),
+            inside(point(model), original_kernel(name)),
+        ):
+            pass
+    torch.testing.assert_close(logits(model), expected)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+    with patched(model) as books:
+        torch.testing.assert_close(logits(model), expected)
+    assert all(book.calls.total() for book in books.values())
