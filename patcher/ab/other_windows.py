@@ -20,7 +20,11 @@ from patcher.bench.stats.comparison import Arm
 RESIDENT_PAIRS = 12
 """Pairs at each point if both arms are one process, without the warm-up pair."""
 PROCESS_PAIRS = 4
-"""Pairs at each point in each block of processes, without the warm-up pair."""
+"""Pairs at each point in each block of processes, without the warm-up pair; more of small batches.
+"""
+MOST_TIMES = 4
+"""So many times more pairs at most: where a batch is small, windows are short and a pause of the
+host of 20 ms is an eighth of one, but they cost little, since few prompts are read."""
 FIRST_PAIR = 1_000_000
 """Offset of pair numbers, so that no pair here has the prompts of one of the workload's."""
 BATCH_TIMES = 8
@@ -79,10 +83,16 @@ def planned(job: ABJob, block: int | None) -> Iterator[tuple[Shape, range, rando
     """For each point: the numbers of its pairs in that block, of which the first warms up, and the
     seed of their orders. None: both arms are one process.
     """
-    count = 1 + (RESIDENT_PAIRS if block is None else PROCESS_PAIRS)
+    first = FIRST_PAIR + (block or 0) * sum(1 + pairs_at(one, job) for one in job.other_workloads)
     for index, shape in enumerate(job.other_workloads):
-        first = FIRST_PAIR + ((block or 0) * len(job.other_workloads) + index) * count
+        count = 1 + (RESIDENT_PAIRS if block is None else pairs_at(shape, job))
         yield shape, range(first, first + count), random.Random(f"{job.seed}:{block}:{index}")
+        first += count
+
+
+def pairs_at(shape: Shape, job: ABJob) -> int:
+    """Pairs of one block of processes at a point, without the warm-up pair."""
+    return PROCESS_PAIRS * min(MOST_TIMES, max(1, job.workload.batch // shape.batch))
 
 
 class OtherWindows:

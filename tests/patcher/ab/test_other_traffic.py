@@ -20,6 +20,7 @@ from patcher.ab.other_windows import (
     other_shapes,
     peak_memory,
     peak_of_arms,
+    planned,
     take_in_one_process,
 )
 from patcher.ab.session import PATCHED, PatchSession
@@ -84,7 +85,8 @@ def test_a_loss_at_another_batch_is_found_in_process_pairs(total: int, tmp_path:
     assert [(one.batch, one.context) for one in found.points] == [(1, 4), (16, 4), (2, 64)]
     assert [found.standing(one) for one in found.points] == ["within", "worse", "within"]
     for point in found.points:
-        assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
+        pairs = 24 if point.batch == 1 else 12
+        assert (point.comparison.pairs, point.comparison.process_pairs) == (pairs, 3)
         assert point.comparison.dropped_pairs == 3
         assert {window.tokens for window in point.windows} == {point.batch * 14}
     decision = decided(**evidence(), other_workloads=found)
@@ -185,3 +187,14 @@ def test_files_keep_the_name_that_the_field_had() -> None:
     tried = ConfigTrial.model_validate({"arguments": {}, "tokens_per_s": 1.0, "elsewhere": []})
     assert tried.other_workloads == ()
     assert "elsewhere" in tried.model_dump_json()
+
+
+def test_small_batches_have_more_pairs_and_no_pair_has_anothers_number() -> None:
+    shapes = (Shape(batch=1, context=8), Shape(batch=4, context=8), Shape(batch=64, context=8))
+    workload = WORKLOAD.model_copy(update={"batch": 8})
+    job = JOB.model_copy(update={"workload": workload, "other_workloads": shapes})
+    blocks = [[numbers for _, numbers, _ in planned(job, block)] for block in (0, 1, 2)]
+    assert [len(numbers) for numbers in blocks[0]] == [17, 9, 5]
+    known = [number for block in blocks for numbers in block for number in numbers]
+    assert len(known) == len(set(known)) == 3 * 31
+    assert [len(numbers) for _, numbers, _ in planned(job, None)] == [13, 13, 13]
