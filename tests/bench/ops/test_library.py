@@ -42,7 +42,8 @@ from patcher.bench.runner.loading import load
 
 NAMES = (
     *("decode_attention", "gemma_rms_norm", "linear", "moe_finalize", "moe_reduce", "moe_route"),
-    *("moe_topk", "reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update", "silu_and_mul"),
+    *("moe_topk", "qk_norm_rope", "reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update"),
+    *("sample_argmax", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -177,6 +178,18 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("decode_attention", "FlashAttnFwdCombine prepare_varlen_num_blocks"),
         ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
         ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
+        (
+            "qk_norm_rope",
+            "void tensorrt_llm::kernels::fusedQKNormRopeKernel<bf16, bf16, 128, false>",
+        ),
+        ("qk_norm_rope", "fusedQKNormRopeKernelNTokenHeads fused_qknorm_rope_warp"),
+        ("qk_norm_rope", "_helion_fused_qk_norm_rope qk_norm_rope_kernel"),
+        (
+            "sample_argmax",
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+            "at::native::ArgMaxOps<float>, unsigned int, long, 4, 4>>",
+        ),
+        ("sample_argmax", "aten::argmax sample_argmax_kernel"),
     ],
 )
 def test_symbols_are_those_of_one_op(name: str, kernels: str) -> None:
@@ -255,6 +268,8 @@ WRONG = {
     "moe_route": ("tile_map.fill_(-1)", "pass"),
     # the softmax over all experts
     "moe_topk": ("order.values[:, :top_k].float(), 1)", "order.values.float(), 1)[:, :top_k]"),
+    # the norm of the whole row
+    "qk_norm_rope": ("heads.pow(2).mean(-1, keepdim", "heads.pow(2).mean((1, 2), keepdim"),
     # a row that is skipped may hold NaN
     "reduce_add_rms_norm": (
         "term.masked_fill((chosen < 0).unsqueeze(1), 0.0)",
@@ -266,6 +281,11 @@ WRONG = {
     "rope": ("second * cos + first * sin", "second * cos - first * sin"),
     # padding is written to the last place
     "rope_kv_update": ("there = slots >= 0", "there = slots >= -1"),
+    # of equal logits the last
+    "sample_argmax": (
+        "torch.argmax(logits, 1, out=output)",
+        "output.copy_(logits.shape[1] - 1 - logits.flip(1).argmax(1))",
+    ),
     # the activation of the other half
     "silu_and_mul": ("silu(gate.float()) * up.float()", "silu(up.float()) * gate.float()"),
 }
