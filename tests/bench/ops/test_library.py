@@ -41,9 +41,9 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("decode_attention", "gemma_rms_norm", "linear", "moe_finalize", "moe_reduce", "moe_route"),
-    *("moe_topk", "qk_norm_rope", "reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update"),
-    *("sample_argmax", "silu_and_mul"),
+    *("decode_attention", "gemma_rms_norm", "linear", "mamba2_decode", "moe_finalize"),
+    *("moe_reduce", "moe_route", "moe_topk", "qk_norm_rope", "reduce_add_rms_norm", "rms_norm"),
+    *("rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -176,6 +176,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("moe_route", "_topk_forward _sum_bitmatrix_rows _combined_routing_memset"),
         ("moe_route", "_combined_routing_compute_pow2"),
         ("decode_attention", "FlashAttnFwdCombine prepare_varlen_num_blocks"),
+        ("mamba2_decode", "_selective_scan_update_kernel"),
         ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
         ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
         (
@@ -257,6 +258,8 @@ WRONG = {
     "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
+    # padding reads and writes the state of slot 0
+    "mamba2_decode": ("if slot:", "if slot >= 0:"),
     # the bias of another expert
     "moe_finalize": ("experts[:, k]", "experts[:, 0]"),
     # a row that is skipped may hold NaN
