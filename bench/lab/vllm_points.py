@@ -135,8 +135,9 @@ class PointProof:
             for case in cases:
                 counts = of_patch(patched, patches[case.op].manifest.id)
                 label = f"{case.op}, {mode}"
-                calls = patches[case.op].calls_per_layer(patches.values()) or 0
-                checks += counted(label, case, stock, counts, self.steps, calls * self.layers)
+                each = patches[case.op].calls_per_layer(patches.values()) or 0
+                expected = case.calls_in(mode, each * self.layers)
+                checks += counted(label, case, stock, counts, self.steps, expected)
         mode = modes[0]
         refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
         receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")

@@ -114,6 +114,14 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
                 *({**patched, "kernels": wrong}, steps, a_layer * layers),
             )
             assert [check["passed"] for check in given].count(False) == 1
+        # an eager engine never calls what is found in compiled graphs
+        asked = case.calls_in("eager", a_layer)
+        assert asked == (0 if case.op in ("rope_kv_update", "reduce_add_rms_norm") else a_layer)
+        idle = {"kernels": kernels, "calls": {}, "fallbacks": {"outside": 9}}
+        told = counted(case.op, case, {"kernels": kernels}, idle, steps, 0)
+        assert all(check["passed"] for check in told)
+        told = counted(case.op, case, {"kernels": kernels}, patched, steps, 0)
+        assert not any(check["passed"] for check in told)
 
 
 def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
