@@ -29,7 +29,7 @@ from torch import Tensor
 
 from patcher.bench.errors import UsageError
 from patcher.bench.ops.codes import as_bytes, decode, rounded, saturated
-from patcher.bench.ops.contract import Contract, TensorSpec
+from patcher.bench.ops.contract import Contract, Point, TensorSpec
 from patcher.bench.ops.dtypes import Dtype, dtype_of
 
 MAX_FACTOR = 2.0
@@ -243,6 +243,7 @@ def numbers(
     tensor: TensorSpec,
     sets: Sequence[Mapping[str, Tensor]],
     device: torch.device,
+    point: Point,
 ) -> Tensor:
     """The numbers of a tensor of each set, [sets, ...], in its own dtype, or in float64 if that is
     narrow or has block scales.
@@ -253,7 +254,9 @@ def numbers(
     found = _decoded(tensor.name, sets, device)
     for scale in contract.scales_of(tensor.name):
         factor = _decoded(scale.name, sets, device).double()
-        found = found.double() * _spread(factor, found.shape[1:], scale)
+        found = found.double() * _spread(
+            factor, found.shape[1:], scale, contract.block(scale, point)
+        )
     return found
 
 
@@ -261,19 +264,19 @@ def _decoded(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.devi
     return decode(stacked(name, sets, device), dtype_of(sets[0][name].dtype))
 
 
-def _spread(factor: Tensor, shape: Sequence[int], scale: TensorSpec) -> Tensor:
+def _spread(
+    factor: Tensor, shape: Sequence[int], scale: TensorSpec, block: Sequence[int]
+) -> Tensor:
     """The scale of each number, [sets, *shape]."""
-    blocks = [
-        1 if size == 0 else math.ceil(n / size) for n, size in zip(shape, scale.block, strict=True)
-    ]
+    blocks = [1 if size == 0 else math.ceil(n / size) for n, size in zip(shape, block, strict=True)]
     if factor[0].numel() != math.prod(blocks):
         raise UsageError(
             f"{scale.name} has {factor[0].numel()} scales, and {scale.scale_of} "
-            f"{list(shape)} in blocks of {list(scale.block)} needs {math.prod(blocks)}",
+            f"{list(shape)} in blocks of {list(block)} needs {math.prod(blocks)}",
             "correct `block` or the shape in op.toml",
         )
     found = factor.view(len(factor), *blocks)
-    for axis, (n, size) in enumerate(zip(shape, scale.block, strict=True), 1):
+    for axis, (n, size) in enumerate(zip(shape, block, strict=True), 1):
         if size > 1:
             found = found.repeat_interleave(size, axis).narrow(axis, 0, n)
         elif size == 0:

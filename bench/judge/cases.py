@@ -280,8 +280,8 @@ def value_problem(
         name, stored = tensor.name, dtype_of(ours[0][tensor.name].dtype)
         reference = torch.stack([each.reference[name] for each in expected])
         device = reference.device
-        honest = numbers(contract, tensor, theirs, device)
-        value = numbers(contract, tensor, ours, device)
+        honest = numbers(contract, tensor, theirs, device, cases[0].point)
+        value = numbers(contract, tensor, ours, device, cases[0].point)
         if value.shape != reference.shape:
             raise UsageError(
                 f"the reference of {op.name} gives {list(reference.shape[1:])} numbers of {name}, "

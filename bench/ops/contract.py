@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from patcher.bench.errors import UsageError
 from patcher.bench.ops.arithmetic import evaluate, names_in, solve
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.records import Record
@@ -44,9 +45,10 @@ class TensorSpec(Record):
     scale_of: str = ""
     """The tensor that this one is a block scale of. The value of a number is the product with its
     scales, and the judge compares these products only. Several tensors may scale one."""
-    block: tuple[int, ...] = ()
-    """Block size along each axis of that tensor; 0: the whole axis. The scales are in the order of
-    the blocks, row-major, whatever their own shape."""
+    block: tuple[int | str, ...] = ()
+    """Block size along each axis of that tensor: a number, or arithmetic over axis names as in
+    `shape`; 0: the whole axis. The scales are in the order of the blocks, row-major, whatever their
+    own shape."""
     summary: str = ""
 
 
@@ -221,7 +223,7 @@ class Contract(Record):
                 raise ValueError(
                     f"{scale.name}: block needs a size for each axis of what it scales"
                 )
-            if any(size < 0 for size in scale.block):
+            if any(isinstance(size, int) and size < 0 for size in scale.block):
                 raise ValueError(f"{scale.name}: a block has no size below 0")
         return self
 
@@ -267,6 +269,19 @@ class Contract(Record):
 
     def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
         return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
+
+    def block(self, scale: TensorSpec, point: Point) -> tuple[int, ...]:
+        """The block of a scale in numbers.
+
+        Raises:
+            UsageError: an expression gives no whole number, or one below 1.
+        """
+        told = [_arithmetic(s, point) if isinstance(s, str) else s for s in scale.block]
+        for size, number in zip(scale.block, told, strict=True):
+            if isinstance(size, str) and (number < 1 or number != int(number)):
+                said = f"{scale.name}: a block of {size} is {number:g} at {point.label()}"
+                raise UsageError(said, "correct `block` in op.toml")
+        return tuple(int(number) for number in told)
 
     def axes_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The axes of a call whose tensors have these shapes, as far as shapes determine them; the

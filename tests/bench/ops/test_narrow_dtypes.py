@@ -237,23 +237,30 @@ def test_a_number_times_its_scale_is_what_counts(ops: dict[str, Op]) -> None:
 
 
 def test_scales_of_any_block(ops: dict[str, Op]) -> None:
-    def contract(block: list[int], shape: list[str]) -> Contract:
+    def contract(block: list[int | str], shape: list[str]) -> Contract:
         told: dict[str, Any] = ops["quantize_nvfp4"].contract.model_dump(mode="json")
         told["tensors"][2] |= {"block": block, "shape": shape}
         return Contract.model_validate(told)
 
     packed = encode(torch.ones(4, 6), DTYPES["float4_e2m1fn_x2"])
 
-    def products(block: list[int], scales: list[float]) -> list[list[float]]:
+    point = Point(axes={"rows": 4, "n": 6}, dtypes={})
+
+    def products(block: list[int | str], scales: list[float]) -> list[list[float]]:
         known = contract(block, ["rows", "n / 16"])
         values = {"packed": packed, "scales": torch.tensor(scales)}
-        return numbers(known, known.tensors[1], [values], torch.device("cpu"))[0].tolist()
+        return numbers(known, known.tensors[1], [values], torch.device("cpu"), point)[0].tolist()
 
     assert products([0, 0], [3.0]) == [[3.0] * 6] * 4
     assert products([2, 4], [1, 2, 3, 4]) == 2 * [[1.0] * 4 + [2.0] * 2] + 2 * [
         [3.0] * 4 + [4.0] * 2
     ]
     assert products([1, 0], [1, 2, 3, 4]) == [[float(row)] * 6 for row in range(1, 5)]
+    # a block's size may follow from the axes
+    assert products(["rows / 2", "n - 2"], [1, 2, 3, 4]) == products([2, 4], [1, 2, 3, 4])
+    for wrong, said in (("n / 4", "is 1.5"), ("n - 6", "is 0")):
+        with pytest.raises(UsageError, match=said):
+            products([1, wrong], [1, 2, 3, 4])
     with pytest.raises(UsageError, match="needs 4"):
         products([2, 4], [1, 2, 3])
 
