@@ -41,9 +41,9 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("decode_attention", "gemma_rms_norm", "linear", "mamba2_decode", "moe_finalize"),
-    *("moe_reduce", "moe_route", "moe_topk", "qk_norm_rope", "reduce_add_rms_norm", "rms_norm"),
-    *("rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
+    *("decode_attention", "gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode"),
+    *("moe_finalize", "moe_reduce", "moe_route", "moe_topk", "qk_norm_rope", "quantize_fp8"),
+    *("reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -176,7 +176,12 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("moe_route", "_topk_forward _sum_bitmatrix_rows _combined_routing_memset"),
         ("moe_route", "_combined_routing_compute_pow2"),
         ("decode_attention", "FlashAttnFwdCombine prepare_varlen_num_blocks"),
+        ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
         ("mamba2_decode", "_selective_scan_update_kernel"),
+        (
+            "quantize_fp8",
+            "void per_token_group_quant_8bit_kernel<c10::BFloat16, c10::Float8_e4m3fn>",
+        ),
         ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
         ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
         (
@@ -258,6 +263,8 @@ WRONG = {
     "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
+    # the scale of the block of outputs before
+    "linear_fp8": ("scale = weight_scale.", "scale = weight_scale.roll(1, 0)."),
     # padding reads and writes the state of slot 0
     "mamba2_decode": ("if slot:", "if slot >= 0:"),
     # the bias of another expert
@@ -273,6 +280,8 @@ WRONG = {
     "moe_topk": ("order.values[:, :top_k].float(), 1)", "order.values.float(), 1)[:, :top_k]"),
     # the norm of the whole row
     "qk_norm_rope": ("heads.pow(2).mean(-1, keepdim", "heads.pow(2).mean((1, 2), keepdim"),
+    # the largest of another fp8
+    "quantize_fp8": ("numbers.clamp(-448.0, 448.0)", "numbers.clamp(-240.0, 240.0)"),
     # a row that is skipped may hold NaN
     "reduce_add_rms_norm": (
         "term.masked_fill((chosen < 0).unsqueeze(1), 0.0)",
