@@ -336,11 +336,14 @@ def test_the_triton_solutions_are_right_in_the_interpreter(name: str, solution: 
 
 
 def interpreted(name: str, solution: str) -> list[str]:
-    """What is wrong with a Triton solution. Not in bfloat16, which the interpreter truncates."""
+    """What is wrong with a Triton solution. Not in bfloat16, which the interpreter truncates, and
+    not where fp8 is written, which it rounds to half or double at times.
+    """
     op, found = OPS[name], []
     kernel = load(str(SOLUTIONS[name, solution][1]), "python", name)
     for turn, dtypes in enumerate(op.contract.dtype_choices()):
-        if "bfloat16" in dtypes.values():
+        narrow = [one.name for one in op.contract.written if "float8" in dtypes[one.dtype]]
+        if "bfloat16" in dtypes.values() or narrow:
             continue
         ways = ["plain", *placements(op)]
         for number, point in enumerate(hidden(op, dtypes)):
