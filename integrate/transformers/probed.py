@@ -11,6 +11,7 @@ import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import dispatches_itself
 from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
 from patcher.integrate.transformers.parts import kind_of, refuse_replaced
@@ -69,13 +70,29 @@ class ProbedPoint(ForwardsPoint):
                 raise VerificationError(
                     f"{kind_of(part).__name__} is already patched", "remove the other patch first"
                 )
-        taken = [part for part in parts if self.computes(part)]
+            for name, tensor in self.constants(part).items():
+                if dispatches_itself(tensor):
+                    raise VerificationError(
+                        f"{kind_of(part).__name__}.{name} is a {type(tensor).__name__}, which no "
+                        "kernel of a patch can read",
+                        "patch the model before it is sharded or converted",
+                    )
+        taken = [part for part in parts if self._tried(part)]
         if not taken:
             raise VerificationError(
                 f"{type(self.target).__name__} has no {self.role} {self.wanted}",
                 f"its {self.others} are of another kind; revert the patch",
             )
         return taken
+
+    def _tried(self, part: Any) -> bool:
+        try:
+            return self.computes(part)
+        except RuntimeError as error:  # its parts do not fit together outside the whole model
+            raise VerificationError(
+                f"{kind_of(part).__name__} cannot be tried alone: {str(error).partition('.')[0]}",
+                "patch the model before it is sharded or converted",
+            ) from error
 
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
         kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
