@@ -236,12 +236,17 @@ def activate(
             active.writer = ReceiptWriter(switches.receipts)
         store = store or home_store()
         entries = switches.chosen(engine, store)
-    except PatcherError as error:
+    except Exception as error:  # on any error, requests are served without patches
         active.close()
         if switches.strict:
             raise
-        log.error("no patch is installed, the engine's own kernels run: %s", error)
+        known = isinstance(error, PatcherError)
+        message = "no patch is installed, the engine's own kernels run: %s"
+        log.error(message, error, exc_info=not known)
         return active
+    if not entries:
+        message = "no patch runs here: PATCHER_PATCHES=%s, but none for %s is applied in %s"
+        log.warning(message, switches.patches, engine, store.root)
     for entry in entries:
         item: Installed | None = None
         try:

@@ -46,7 +46,7 @@ def _activate() -> Any:
         sys.path.append(_HERE.rsplit(os.sep, 3)[0])  # a checkout
     try:
         from patcher.integrate import activate
-    except ImportError as error:
+    except Exception as error:  # the program runs without patches
         import logging  # imported here to keep the start of every process fast
 
         logging.getLogger("patcher").error(

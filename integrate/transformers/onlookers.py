@@ -131,7 +131,7 @@ def observer_of(args: Iterable[object]) -> str | None:
         return FOREIGN
     if torch.compiler.is_compiling():
         return None
-    if _symbolic_trace.is_fx_tracing():
+    if _symbolic_trace._is_fx_tracing_flag:
         return "exported or traced"
     return "a mode that sees every operator" if torch._C._len_torch_dispatch_stack() else None
 
