@@ -78,6 +78,11 @@ class ProbedPoint(ForwardsPoint):
                         "patch the model before it is sharded or converted",
                     )
         taken = [part for part in parts if self._tried(part)]
+        if not taken and any(held.is_meta for part in parts for held in part.parameters()):
+            raise VerificationError(
+                f"{type(self.target).__name__} has no {self.role} whose weights are in memory",
+                "load the model on one device, without device_map or offload",
+            )
         if not taken:
             raise VerificationError(
                 f"{type(self.target).__name__} has no {self.role} {self.wanted}",

@@ -136,6 +136,7 @@ def test_a_patch_that_needs_a_built_model_says_so(store: Store, tmp_path: Path) 
     )
     assert done.stdout == "LlamaForCausalLM\n"
     assert "the engine's own kernel runs: norms are found in a built model alone" in done.stderr
+    assert 'call integrate.activate("transformers", model) once the model is built' in done.stderr
     [receipt] = read_receipts(tmp_path / "receipts")
     assert receipt.point == "transformers:norm"
     assert receipt.failure == "norms are found in a built model alone"

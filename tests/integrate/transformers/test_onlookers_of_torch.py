@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -259,3 +260,12 @@ def test_an_activation_with_a_parameter_is_not_taken() -> None:
         layer.mlp.act_fn = Swish()
     with pytest.raises(VerificationError, match="has no MLP whose activation is silu"):
         GatedMlps(model).find()
+
+
+@feature("`device_map`, offload: spread before it is patched", "refused", "norm", "gated_mlp")
+@pytest.mark.parametrize("name", ["norm", "gated_mlp"])
+def test_weights_that_are_not_in_memory_are_named(name: str) -> None:
+    model = accelerate.cpu_offload(llama(), execution_device="cpu")
+    with pytest.raises(VerificationError, match=r"hook of accelerate|are in memory") as caught:
+        POINTS[name](model).find()
+    assert "without device_map or offload" in str(caught.value.hint)
