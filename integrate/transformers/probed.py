@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -101,8 +101,27 @@ class ProbedPoint(ForwardsPoint):
 
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
         kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
-        seam = ForwardPatch(kernel, self.original)
+        seam, parts = ForwardPatch(kernel, self.original), self._parts()
+        names = {module: name for name, module in self.target.named_modules()}
+        paths = [list(_path(self.target, names[part])) for part in parts]
+        kernel.book.replaced = partial(_replaced, paths)
         return [
             ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
-            for part in self._parts()
+            for part in parts
         ]
+
+
+_Step = tuple[dict[str, Any], str, torch.nn.Module]
+"""The parts of a module, by name; the name of one, and what it was."""
+
+
+def _path(module: torch.nn.Module, name: str) -> Iterator[_Step]:
+    """The steps from a module to one of its parts; they are few, and quick to look at again."""
+    for step in filter(None, name.split(".")):
+        held: dict[str, Any] = module._modules
+        module = held[step]
+        yield held, step, module
+
+
+def _replaced(paths: Sequence[Sequence[_Step]]) -> int:
+    return sum(any(held.get(step) is not was for held, step, was in path) for path in paths)
