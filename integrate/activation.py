@@ -236,12 +236,17 @@ def activate(
             active.writer = ReceiptWriter(switches.receipts)
         store = store or home_store()
         entries = switches.chosen(engine, store)
-    except PatcherError as error:
+    except Exception as error:  # on any error, requests are served without patches
         active.close()
         if switches.strict:
             raise
-        log.error("no patch is installed, the engine's own kernels run: %s", error)
+        message = "no patch is installed, the engine's own kernels run: %s%s"
+        known = isinstance(error, PatcherError)
+        log.error(message, error, _next_step(error), exc_info=not known)
         return active
+    if not entries:
+        message = "no patch runs here: PATCHER_PATCHES=%s, but none for %s is applied in %s"
+        log.warning(message, switches.patches, engine, store.root)
     for entry in entries:
         item: Installed | None = None
         try:
@@ -270,8 +275,8 @@ def _report_failure(active: Activation, entry: Applied, error: Exception) -> Non
     known = isinstance(error, PatcherError)
     why = str(error) if known else f"{type(error).__name__}: {error}"
     active.failures[entry.id] = error
-    message = "%s is not installed, the engine's own kernel runs: %s"
-    log.error(message, entry.id, why, exc_info=not known)
+    message = "%s is not installed, the engine's own kernel runs: %s%s"
+    log.error(message, entry.id, why, _next_step(error), exc_info=not known)
     for change in error.changes if isinstance(error, SourceChangedError) else ():
         if change.diff:
             log.error("%s", change.diff)
@@ -279,6 +284,10 @@ def _report_failure(active: Activation, entry: Applied, error: Exception) -> Non
         unused = CallCounters(entry.id, entry.digest)
         receipt = Receipt.of(unused, _where(entry))
         active.writer.put(receipt.model_copy(update={"failure": why}))
+
+
+def _next_step(error: Exception) -> str:
+    return f"; {error.hint}" if isinstance(error, PatcherError) and error.hint else ""
 
 
 def _where(entry: Applied) -> str:

@@ -20,6 +20,9 @@ import torch
 
 from patcher.integrate.layers import LayerSurvey
 
+REPLACED = "another module was put in its place later"
+"""Why a layer that the patch takes keeps the engine's own code."""
+
 
 @dataclass(slots=True)
 class CallSignature:
@@ -68,6 +71,8 @@ class CallCounters:
         self.recordings: list[GraphRecording] = []
         self.surveys: dict[int, LayerSurvey] = {}
         """The layers of the models that this process loaded, by number of the loading worker."""
+        self.replaced: Callable[[], int] = int
+        """How many of the layers that the patch takes were put out of their model since."""
 
     def begin_again(self) -> None:
         """Start at zero in a process that was forked, since its parent counts what was before."""
@@ -87,7 +92,11 @@ class CallCounters:
     def layers(self) -> LayerSurvey | None:
         """The layers of all models that were loaded; None if none was looked at."""
         surveys = list(self.surveys.values())
-        return sum(surveys, LayerSurvey()) if surveys else None
+        if not surveys:
+            return None
+        total = sum(surveys, LayerSurvey())
+        gone = min(self.replaced(), total.taken)
+        return total + LayerSurvey(-gone, Counter({REPLACED: gone} if gone else {}))
 
     @property
     def recorded(self) -> Counter[str]:

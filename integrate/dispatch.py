@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from patcher.integrate.counts import CallCounters, CallSignature, GraphWatch
-from patcher.integrate.guards import CallGuards
+from patcher.integrate.guards import FOREIGN, CallGuards, dispatches_itself
 from patcher.integrate.keys import key_of, matcher_of, never
 
 log = logging.getLogger("patcher")
@@ -22,6 +22,7 @@ _MOST_CASES = 10_000
 """Cached call signatures; beyond that number the cache is cleared."""
 _MOST_COPIED = 256 << 20
 """Largest tensor in bytes that is copied before a first call."""
+_FOREIGN = CallSignature("", FOREIGN)
 
 
 class Dispatcher:
@@ -203,6 +204,8 @@ class Dispatcher:
         return self._watch is not None and self._watch.capturing
 
     def _find(self, args: tuple[Any, ...]) -> CallSignature:
+        if any(map(dispatches_itself, args[: len(self.guards.tensors)])):
+            return _FOREIGN  # its key may not be asked for: it may have no memory
         key = self._key(*args)
         case = self._known.get(key) or self._check(key, args)
         if case.matches is None:

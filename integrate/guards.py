@@ -13,6 +13,8 @@ import torch
 
 _EXACT = 128
 """Receipts list row counts up to this exactly, larger ones by the next power of two."""
+FOREIGN = "a tensor with operators of its own"
+"""Why a call with a tensor of another class falls back; see `dispatches_itself`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,12 @@ class CallGuards:
             if reason is not None:
                 return reason
         return None
+
+
+def dispatches_itself(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class has operators of its own, so that its memory, if it has any, is not
+    what it stands for: DTensor, nested, fake and functional tensors."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _beyond(axis: str, size: int, bounds: AxisBounds) -> str | None:

@@ -174,7 +174,7 @@ class ReceiptWriter:
         Raises:
             UsageError: the folder cannot be written, though its volume is not full.
         """
-        self._folder = folder
+        self._folder = folder = folder.absolute()  # the process may go to another one
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".{socket.gethostname()}.{os.getpid()}"
@@ -213,7 +213,7 @@ class ReceiptWriter:
             try:
                 for receipt in [*self._fixed, *receipts]:
                     path = self._folder / receipt.file_name
-                    if self._written.get(path) != receipt:
+                    if self._written.get(path) != receipt or not path.exists():
                         self._folder.mkdir(parents=True, exist_ok=True)
                         receipt.write(path)
                         self._written[path] = receipt
@@ -231,7 +231,8 @@ class ReceiptWriter:
         """Stop the thread and write a last time; idempotent."""
         if not self._ended.is_set():
             self._ended.set()
-            self._thread.join()
+            if self._thread.ident is not None:
+                self._thread.join()
             self.write()
             atexit.unregister(self.close)
             _WRITERS.discard(self)
@@ -248,7 +249,10 @@ class ReceiptWriter:
     def _start(self) -> None:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="patcher-receipts", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more of them, or ends
+            log.error("receipts are written only when the process ends: %s", error)
         atexit.register(self.close)
 
     def _close_in_child(self) -> None:

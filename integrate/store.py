@@ -50,14 +50,25 @@ class Store:
 
         Args:
             root: the folder; by default `$PATCHER_HOME` or `~/.patcher`.
+
+        Raises:
+            UsageError: no folder is given, and this user has no home.
         """
-        self.root = root or Path(os.environ.get("PATCHER_HOME") or Path.home() / ".patcher")
+        if root is None and (home := os.environ.get("PATCHER_HOME")):
+            root = Path(home)
+        try:
+            self.root = (root or Path.home() / ".patcher").expanduser()
+        except RuntimeError as error:  # an id without a name, as containers have
+            raise UsageError(
+                "this user has no home folder, in which applied patches are kept",
+                "set PATCHER_HOME to a folder",
+            ) from error
 
     def applied(self) -> tuple[Applied, ...]:
         """The applied patches, oldest first.
 
         Raises:
-            UsageError: the store is a file.
+            UsageError: the store is a file, or this user cannot read it.
             VerificationError: the list is damaged.
         """
         return self._index().applied
@@ -77,10 +88,15 @@ class Store:
     def _index(self) -> _Index:
         self.check()
         path = self.root / "applied.json"
-        if not path.is_file():
-            return _Index()
         try:
             return _Index.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return _Index()
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the applied patches in {self.root}: {error.strerror}",
+                "let this user read that folder, or set PATCHER_HOME to another",
+            ) from error
         except (ValidationError, UnicodeDecodeError) as error:
             raise VerificationError(
                 f"the list of applied patches in {self.root} is damaged",

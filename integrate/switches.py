@@ -37,13 +37,13 @@ class Switches:
         folder = variable("RECEIPTS")
         return cls(
             variable("PATCHES").strip() or "off",
-            variable("STRICT") not in ("", "0"),
-            Path(folder) if folder else None,
+            variable("STRICT").strip().lower() not in ("", "0", "false", "no", "off"),
+            Path(os.path.expanduser(folder)) if folder else None,
         )
 
     def asks_for(self, patch_id: str) -> bool:
         """Whether an applied patch with this id is enabled."""
-        return self.patches == "on" or patch_id in self._ids()
+        return "on" in self._names() or patch_id in self._ids()
 
     def chosen(self, engine: str, store: Store) -> list[Applied]:
         """The applied patches of an engine that are enabled.
@@ -66,9 +66,11 @@ class Switches:
         """Ids in `PATCHER_PATCHES` that are not applied, sorted."""
         return sorted(self._ids() - {entry.id for entry in store.applied()})
 
+    def _names(self) -> set[str]:
+        return {name.strip() for name in self.patches.split(",")}
+
     def _ids(self) -> set[str]:
-        names = {name.strip() for name in self.patches.split(",")}
-        return names - {"", "on", "off"}
+        return self._names() - {"", "on", "off"}
 
 
 def patch_environment(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
@@ -106,7 +108,7 @@ def home_store() -> Store:
     """Open the store in `PATCHER_HOME`, else in `~/.patcher`.
 
     Raises:
-        UsageError: a file is in its place.
+        UsageError: a file is in its place, or this user has no home.
     """
     home = variable("HOME")
     store = Store(Path(home) if home else None)

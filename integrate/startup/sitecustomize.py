@@ -1,8 +1,9 @@
 """Runs at the start of Python in every process of `python -m patcher.integrate`.
 
 It imports only the standard library. If `PATCHER_PATCHES` is set, the enabled patches are installed
-when transformers' gpt-oss is imported, for every model built afterwards. If another `sitecustomize`
-follows on the path, that one runs too.
+when transformers' gpt-oss is imported, for every model built afterwards. Patches that need a built
+model are refused when any model is imported. If another `sitecustomize` follows on the path, that
+one runs too.
 """
 
 from __future__ import annotations
@@ -14,48 +15,54 @@ import sys
 from types import ModuleType
 from typing import Any
 
-_MODULE = "transformers.models.gpt_oss.modeling_gpt_oss"
-"""The module that holds all patch points of transformers."""
+_ANY_MODEL = "transformers.modeling_utils"
+"""The module that every model of transformers needs."""
+_GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss"
+"""The module that holds the patch points which need no built model."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImport:
-    """Finds that module as Python would, and activates patches after its execution."""
+    """Finds these modules as Python would, and activates patches after their execution."""
 
-    activation: Any = None
+    def __init__(self) -> None:
+        self.activations: list[Any] = []
+        self._waiting = {_ANY_MODEL, _GPT_OSS}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _MODULE:
+        if name not in self._waiting:
             return None
-        sys.meta_path.remove(self)
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-        spec = next(filter(None, found), None)
+        self._waiting.remove(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_activate(module: ModuleType) -> None:
                 execute(module)
-                self.activation = _activate()
+                self.activations.append(_activate(name == _ANY_MODEL))
 
             spec.loader.exec_module = execute_and_activate  # type: ignore[method-assign]
         return spec
 
 
-def _activate() -> Any:
+def _activate(of_any_model: bool) -> Any:
     if importlib.util.find_spec("patcher") is None:
         sys.path.append(_HERE.rsplit(os.sep, 3)[0])  # a checkout
     try:
-        from patcher.integrate import activate
-    except ImportError as error:
+        from patcher.integrate.transformers.startup import activate_after_import
+    except Exception as error:  # the program runs without patches
         import logging  # imported here to keep the start of every process fast
 
-        logging.getLogger("patcher").error(
-            "no patch is installed, the engine's own kernels run: %s cannot import patcher (%s)",
-            sys.executable,
-            error,
-        )
+        if of_any_model:
+            logging.getLogger("patcher").error(
+                "no patch is installed, the engine's own kernels run: "
+                "%s cannot import patcher (%s)",
+                sys.executable,
+                error,
+            )
         return None
-    return activate("transformers")
+    return activate_after_import(of_any_model)
 
 
 def _run_next_sitecustomize() -> None:

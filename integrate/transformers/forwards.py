@@ -18,6 +18,7 @@ import torch
 from patcher.bench import UsageError, VerificationError
 from patcher.integrate.counts import CallCounters
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import FOREIGN, dispatches_itself
 from patcher.integrate.transformers.later import ModelsBuiltLater
 from patcher.integrate.transformers.parts import body_of, kind_of, refuse_replaced
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
@@ -40,6 +41,9 @@ class ForwardPatch:
     def __call__(self, *args: Any) -> bool:
         """Call the kernel; return whether the work was done in place, by either kernel."""
         if torch.compiler.is_compiling():
+            if any(isinstance(arg, torch.Tensor) and dispatches_itself(arg) for arg in args):
+                self.refuse(FOREIGN)
+                return False
             _mark(self)
             self._operator(*args)
             return True

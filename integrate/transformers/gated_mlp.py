@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -63,9 +64,16 @@ class GatedMlps(ProbedPoint):
 def _forward(mlp: Any, seam: ForwardPatch, original: Forward) -> Forward:
     # a hook of the activation would miss its call; those of the projections see theirs
     onlookers = Onlookers(lambda: (tuple(_activation(mlp)), ()), *map(type, _activation(mlp)))
+    probed = mlp.act_fn
 
-    def forward(hidden_states: torch.Tensor) -> Any:
-        refusal = "gradients are on" if torch.is_grad_enabled() else onlookers.refusal()
+    def forward(*args: torch.Tensor, **named: torch.Tensor) -> Any:
+        [hidden_states] = *args, *named.values()
+        if torch.is_grad_enabled():
+            refusal: str | None = "gradients are on"
+        elif mlp.act_fn is not probed and not _of_one_class(mlp.act_fn, probed):
+            refusal = "the activation was replaced"
+        else:
+            refusal = onlookers.refusal()
         if refusal is not None:
             seam.refuse(refusal)
             return original(hidden_states)
@@ -87,6 +95,19 @@ def _silu_and_mul(gate: torch.Tensor, up: torch.Tensor, output: torch.Tensor) ->
 
 def _activation(mlp: Any) -> list[torch.nn.Module]:
     return [mlp.act_fn] if isinstance(mlp.act_fn, torch.nn.Module) else []
+
+
+def _of_one_class(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.nn.Module) and kind_of(one) is kind_of(other)
+
+
+def _without_state(activation: Any) -> bool:
+    """Whether an activation will compute what it does now: it has nothing that can be set."""
+    if not isinstance(activation, torch.nn.Module):
+        return isinstance(activation, FunctionType | BuiltinFunctionType)
+    held = (activation._parameters, activation._buffers, activation._modules)
+    own = {name for name in vars(activation) if not name.startswith("_")}
+    return not any(held) and own <= {"training", "inplace"}
 
 
 def _holds(module: torch.nn.Module) -> bool:
@@ -112,7 +133,7 @@ def _is_product(mlp: torch.nn.Module) -> bool:
 def _computes(mlp: Any) -> bool:
     """Whether an MLP computes what the op does between its own projections: by its source, and on
     numbers."""
-    if not _is_product(mlp):
+    if not (_is_product(mlp) and _without_state(mlp.act_fn)):
         return False
     weight = getattr(mlp.gate_proj, "weight", None)
     size = getattr(mlp.gate_proj, "in_features", None)

@@ -84,14 +84,21 @@ FORMULAS: Mapping[str, Formula] = {each.op: each.original for each in (RmsNorms,
 
 
 def _forward(norm: Any, seam: ForwardPatch, original: Forward) -> Forward:
-    def forward(hidden_states: torch.Tensor) -> Any:
+    def forward(*args: torch.Tensor, **named: torch.Tensor) -> Any:
+        [hidden_states] = *args, *named.values()
+        weight, epsilon = norm.weight, _epsilon(norm)
         rows = None if torch.is_grad_enabled() else _rows(hidden_states)
         if rows is None:
             seam.refuse("gradients are on" if torch.is_grad_enabled() else "not contiguous")
-            return original(hidden_states)
-        output = hidden_states.new_empty(hidden_states.shape)
-        if seam(rows, norm.weight, output.view(rows.shape), _epsilon(norm)):
-            return output
+        elif weight.dtype != hidden_states.dtype:
+            # some norms return their weight's dtype then, others that of what they were given
+            seam.refuse("weight in another dtype")
+        elif epsilon is None:
+            seam.refuse("its epsilon is no number")
+        else:
+            output = hidden_states.new_empty(hidden_states.shape)
+            if seam(rows, weight, output.view(rows.shape), epsilon):
+                return output
         return original(hidden_states)
 
     return forward
@@ -127,7 +134,7 @@ def _gemma_rms_norm(
 
 def _epsilon(norm: Any) -> float | None:
     found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return found if isinstance(found, float) else None
+    return float(found) if isinstance(found, float | int) else None
 
 
 def _holds(module: torch.nn.Module) -> bool:

@@ -1,15 +1,22 @@
-"""Find other code that would miss a call, or that holds a tensor which is overwritten later."""
+"""Find other code that would miss a call, or that holds a tensor which is overwritten later.
+
+Hooks and replaced parts are around a place. What torch itself does with each of its operators is
+around a call: it records, transforms or differentiates them, and a kernel is none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import contains
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.nn.modules import module as nn_module
 
+from patcher.integrate.guards import FOREIGN, dispatches_itself
 from patcher.integrate.transformers.parts import kind_of
 
 Modules = tuple[torch.nn.Module, ...]
@@ -109,3 +116,29 @@ def _look_again(onlookers: Onlookers) -> None:
 
 _PLAIN = ("torch.", "transformers.")
 """Packages whose modules keep no output."""
+
+
+def observer_of(args: Iterable[object]) -> str | None:
+    """What of torch would miss a kernel's work in a call with these arguments; None if nothing."""
+    if torch.compiler.is_exporting() or _jit_tracing():
+        # an exported program stands alone, without the patch's operators
+        return "exported or traced"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if _transformed():
+        return "a transform of torch.func"
+    if any(isinstance(arg, torch.Tensor) and dispatches_itself(arg) for arg in args):
+        return FOREIGN
+    if torch.compiler.is_compiling():
+        return None
+    if _symbolic_trace._is_fx_tracing_flag:
+        return "exported or traced"
+    return "a mode that sees every operator" if torch._C._len_torch_dispatch_stack() else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import dispatches_itself
 from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
 from patcher.integrate.transformers.parts import kind_of, refuse_replaced
@@ -69,7 +70,19 @@ class ProbedPoint(ForwardsPoint):
                 raise VerificationError(
                     f"{kind_of(part).__name__} is already patched", "remove the other patch first"
                 )
-        taken = [part for part in parts if self.computes(part)]
+            for name, tensor in self.constants(part).items():
+                if dispatches_itself(tensor):
+                    raise VerificationError(
+                        f"{kind_of(part).__name__}.{name} is a {type(tensor).__name__}, which no "
+                        "kernel of a patch can read",
+                        "patch the model before it is sharded or converted",
+                    )
+        taken = [part for part in parts if self._tried(part)]
+        if not taken and any(held.is_meta for part in parts for held in part.parameters()):
+            raise VerificationError(
+                f"{type(self.target).__name__} has no {self.role} whose weights are in memory",
+                "load the model on one device, without device_map or offload",
+            )
         if not taken:
             raise VerificationError(
                 f"{type(self.target).__name__} has no {self.role} {self.wanted}",
@@ -77,10 +90,38 @@ class ProbedPoint(ForwardsPoint):
             )
         return taken
 
+    def _tried(self, part: Any) -> bool:
+        try:
+            return self.computes(part)
+        except RuntimeError as error:  # its parts do not fit together outside the whole model
+            raise VerificationError(
+                f"{kind_of(part).__name__} cannot be tried alone: {str(error).partition('.')[0]}",
+                "patch the model before it is sharded or converted",
+            ) from error
+
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
         kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
-        seam = ForwardPatch(kernel, self.original)
+        seam, parts = ForwardPatch(kernel, self.original), self._parts()
+        names = {module: name for name, module in self.target.named_modules()}
+        paths = [list(_path(self.target, names[part])) for part in parts]
+        kernel.book.replaced = partial(_replaced, paths)
         return [
             ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
-            for part in self._parts()
+            for part in parts
         ]
+
+
+_Step = tuple[dict[str, Any], str, torch.nn.Module]
+"""The parts of a module, by name; the name of one, and what it was."""
+
+
+def _path(module: torch.nn.Module, name: str) -> Iterator[_Step]:
+    """The steps from a module to one of its parts; they are few, and quick to look at again."""
+    for step in filter(None, name.split(".")):
+        held: dict[str, Any] = module._modules
+        module = held[step]
+        yield held, step, module
+
+
+def _replaced(paths: Sequence[Sequence[_Step]]) -> int:
+    return sum(any(held.get(step) is not was for held, step, was in path) for path in paths)

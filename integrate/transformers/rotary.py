@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from threading import get_ident
 from types import CellType, FunctionType
 from typing import Any, ClassVar
 
@@ -35,7 +36,10 @@ class GptOssRotaryEmbedding(GptOssPoint):
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._table: tuple[Any, torch.Tensor] | None = None
-        """(cosines, table): the layers of one forward share the table."""
+        """(cosines, table): the layers of one forward of the body share the table. A layer that is
+        called alone may be given the same cosines again, with other values in them."""
+        self._inside: set[int] = set()
+        """Threads in a forward of the body."""
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -65,6 +69,17 @@ class GptOssRotaryEmbedding(GptOssPoint):
     def remove(self) -> None:
         self._table = None
         super().remove()
+
+    def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **more)
+        thread = get_ident()
+        self._inside.add(thread)
+        try:
+            return original(*args, **more)
+        finally:
+            self._inside.discard(thread)
+            self._table = None
 
     def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
         ours = _with_rotation(
@@ -109,12 +124,13 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     def _joined(self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """The table [batch * tokens, head_dim]: cosines, then sines, of each token."""
-        compiling = torch.compiler.is_compiling()  # compiled code deduplicates equal work itself
-        table = None if compiling else self._table
+        # compiled code deduplicates equal work itself
+        shared = not torch.compiler.is_compiling() and get_ident() in self._inside
+        table = self._table if shared else None
         if table is not None and table[0] is cos and len(table[1]) == query[..., 0, 0].numel():
             return table[1]
         joined = torch.cat((cos, sin), -1).expand(len(query), -1, -1).flatten(0, 1).contiguous()
-        if not compiling:
+        if shared:
             self._table = cos, joined
         return joined
 

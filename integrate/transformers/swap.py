@@ -13,8 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from patcher.integrate.transformers.onlookers import observer_of
 from patcher.integrate.transformers.parts import kind_of, without_patches
 
 Forward = Callable[..., Any]
@@ -80,13 +79,11 @@ class ModuleSwap:
         def forward(instance: Any, *args: Any, **more: Any) -> Any:
             if not state.active:
                 return own(instance, *args, **more)
-            if instance is not module:
-                refuse("a copy of a patched module")
-            elif torch.compiler.is_exporting() or _tracing():
-                # an exported program stands alone, without the patch's operators
-                refuse("exported or traced")
-            else:
+            copied = "a copy of a patched module" if instance is not module else None
+            reason = copied or observer_of((*args, *more.values()))
+            if reason is None:
                 return ours(*args, **more)
+            refuse(reason)
             return own(instance, *args, **more)
 
         def __reduce_ex__(instance: Any, protocol: Any) -> Any:
@@ -110,9 +107,6 @@ class ModuleSwap:
             },
         )
         return made
-
-
-_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class _State:

@@ -15,7 +15,7 @@ from typing import Any
 from patcher.bench import PatcherError, UsageError
 from patcher.integrate.activation import Activation, Installed, Switches, activate
 from patcher.integrate.survey import look, report
-from patcher.integrate.switches import home_store, variable
+from patcher.integrate.switches import home_store
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
 from patcher.integrate.vllm.point import VllmPoint
@@ -94,12 +94,6 @@ class VllmPlugin:
             self.leave()
             self.active = activate("vllm", switches=state.switches, tensor_parallel=tensor_parallel)
             self._state = state
-            if not state.enabled:
-                log.warning(
-                    "no patch runs here: PATCHER_PATCHES=%s, but none for vLLM is applied in %s",
-                    state.switches.patches,
-                    variable("HOME") or "~/.patcher",
-                )
             self._tie_compiled_code()
         else:  # the patches are in, but this engine may have other passes than the one before
             for item in self.active.installed:
@@ -201,7 +195,7 @@ class _State:
             if switches.patches != "off":
                 chosen = switches.chosen("vllm", home_store())
                 enabled = tuple((entry.id, entry.digest) for entry in chosen)
-        except PatcherError as error:  # `activate` tells it
+        except Exception as error:  # `activate` tells it
             enabled = str(error)
         return cls(switches, enabled, tensor_parallel, decided_by())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pwd
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from patch_sample import LAYERS, OP, TINY, evaluation, state
 from patcher import bench
 from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
-from patcher.integrate import Patch, Store, Switches, activate, read_receipts
+from patcher.integrate import Patch, Store, Switches, activate, home_store, read_receipts
 from patcher.integrate.transformers.points import GptOssDecoderLayers
 
 SOURCE = """
@@ -198,3 +199,61 @@ def test_receipts_that_cannot_be_written_are_told(
         else:
             activate("vllm", switches=switches)
             assert "cannot write receipts" in caplog.text
+
+
+def home_is_missing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> Any:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("PATCHER_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def list_is_unreadable(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    (store.root / "applied.json").mkdir(parents=True)  # root may read any file
+
+
+def home_is_too_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHER_HOME", f"/{'long' * 100}")
+
+
+@feature("a store of patches that cannot be read", "refused", ANY)
+@pytest.mark.parametrize("spoil", [home_is_missing, list_is_unreadable, home_is_too_long])
+def test_a_store_that_cannot_be_read_stops_no_engine(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoil: Any
+) -> None:
+    spoil(store, monkeypatch)
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert activate("transformers").installed == []
+    assert [bool(record.exc_info) for record in caplog.records] == [False], "in words"
+    assert "no patch is installed" in caplog.text
+    monkeypatch.setenv("PATCHER_STRICT", "1")
+    with pytest.raises(bench.UsageError):
+        activate("transformers")
+
+
+@feature("`PATCHER_PATCHES=on` where none is applied", "refused", ANY)
+@pytest.mark.parametrize("names", ["on", " on,", ","])
+def test_switches_that_switch_nothing_on_are_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: str
+) -> None:
+    monkeypatch.setenv("PATCHER_PATCHES", names)
+    assert activate("transformers").installed == []
+    assert f"none for transformers is applied in {store.root}" in caplog.text
+
+
+def test_switches_are_read_as_people_write_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.apply(made(store.root.parent / "patch").folder)
+    monkeypatch.setenv("HOME", str(store.root.parent))
+    monkeypatch.setenv("PATCHER_HOME", f"~/{store.root.name}")
+    monkeypatch.setenv("PATCHER_RECEIPTS", "~/receipts")
+    monkeypatch.setenv("PATCHER_PATCHES", "on, ")
+    for word, strict in {"1": True, "true": True, "0": False, "False": False, "off": False}.items():
+        monkeypatch.setenv("PATCHER_STRICT", word)
+        switches = Switches.read()
+        assert switches.strict is strict, word
+        assert switches.receipts == store.root.parent / "receipts"
+        assert len(switches.chosen("transformers", home_store())) == 1

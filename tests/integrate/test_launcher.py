@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import CANDIDATE, LAYERS, OP, TINY, evaluation, state
 from transformers_sample import GPT_OSS
 
@@ -102,6 +103,43 @@ def test_every_process_is_patched_by_the_environment_alone(store: Store, tmp_pat
         assert receipt.total_calls == 3 * 2 * (2 if point == "gpt_oss.decoder_layer" else 1)
         assert not receipt.fallbacks
         assert receipt.failure is None
+
+
+OTHER_MODEL = """
+    import transformers
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128,
+    )
+    print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
+"""
+
+
+@feature("`python -m patcher.integrate` with a model of its own", "refused", "norm")
+def test_a_patch_that_needs_a_built_model_says_so(store: Store, tmp_path: Path) -> None:
+    """It would be unused without a word: nothing in such a program imports gpt-oss."""
+    for point in ("norm", "gpt_oss.router"):
+        store.apply(bundle(tmp_path / point, point).folder)
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(OTHER_MODEL))
+    done = subprocess.run(
+        [sys.executable, "-m", "patcher.integrate", str(script)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATCHER_RECEIPTS": str(tmp_path / "receipts"),
+            "PATCHER_PATCHES": "on",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "LlamaForCausalLM\n"
+    assert "the engine's own kernel runs: norms are found in a built model alone" in done.stderr
+    assert 'call integrate.activate("transformers", model) once the model is built' in done.stderr
+    [receipt] = read_receipts(tmp_path / "receipts")
+    assert receipt.point == "transformers:norm"
+    assert receipt.failure == "norms are found in a built model alone"
 
 
 @pytest.mark.parametrize("line", [[], ["-m"], ["--help"]])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,38 @@ def test_calls_of_a_forked_process_are_in_a_receipt_of_its_own(
     told = {one.pid == os.getpid(): one.fallbacks for one in found}
     assert told == {True: {"too wide": 6}, False: {"too wide": 2}}
     assert len(found) == 2
+
+
+@feature("the folder of receipts: removed, or left by `chdir`", "right", ANY)
+def test_receipts_are_where_they_were_when_the_process_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = ReceiptWriter(Path("receipts"))
+    book = CallCounters("norm", "0" * 64)
+    writer.add(book, "transformers:norm")
+    writer.put(Receipt.of(CallCounters("other", "1" * 64)).model_copy(update={"failure": "why"}))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    shutil.rmtree(tmp_path / "receipts")
+    writer.close()
+    assert [one.patch_id for one in read_receipts(tmp_path / "receipts")] == ["norm", "other"]
+    assert list(elsewhere.iterdir()) == []
+
+
+@feature("a process that may start no thread", "right", ANY)
+def test_without_a_thread_receipts_are_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as at a limit of processes
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    writer = ReceiptWriter(tmp_path)
+    assert "only when the process ends: can't start new thread" in caplog.text
+    book = CallCounters("norm", "0" * 64)
+    writer.add(book, "transformers:norm")
+    book.reasons["too wide"] += 3
+    writer.close()
+    [receipt] = read_receipts(tmp_path)
+    assert receipt.fallbacks == {"too wide": 3}

@@ -14,11 +14,13 @@ import torch
 from feature_matrix import feature
 from patch_sample import LAYERS, TINY, add_norm_guards, kernel, make_patch, state
 from torch.nn.modules.module import register_module_forward_hook
+from transformers_sample import built, inside, original_kernel
 
 from patcher import bench
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.transformers.points import POINTS
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +254,28 @@ def test_the_room_is_imported_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+@feature("one buffer of cosines, filled anew", "right", "gpt_oss.rotary_embedding")
+@torch.no_grad()
+def test_cosines_that_are_written_over_are_read_again() -> None:
+    """As a layer that is recorded in a CUDA graph by itself is given its arguments."""
+    name, model = "gpt_oss.rotary_embedding", built()
+    body, rows = model.model, torch.linspace(-1, 1, 8 * 64).view(1, 8, 64)
+    attend = body.layers[0].self_attn
+
+    def attended(table: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        found: torch.Tensor = attend(
+            hidden_states=rows, position_embeddings=table, attention_mask=None
+        )[0]
+        return found
+
+    buffer, other = (body.rotary_emb(rows, torch.arange(8).view(1, 8) * step) for step in (1, 5))
+    expected = attended(other)
+    assert not torch.allclose(expected, attended(buffer))
+    with inside(POINTS[name](model), original_kernel(name)) as book:
+        attended(buffer)
+        for part, values in zip(buffer, other, strict=True):
+            part.copy_(values)
+        torch.testing.assert_close(attended(buffer), expected)
+        assert sum(book.calls.values()) == 2

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from feature_matrix import feature
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError, load_op
 from patcher.hotspot.rows import _covering
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
+from patcher.integrate.counts import REPLACED
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers import places
@@ -180,3 +185,30 @@ def test_norms_of_heads_are_rows_of_the_op() -> None:
     assert ops == ["gemma_rms_norm"]
     assert [op.name for op in _covering("module::Gemma4RMSNorm.q_norm")] == ["rms_norm"]
     assert load_op("rms_norm").contract.patch_points[0].point == "norm"
+
+
+def another_norm(model: Any) -> None:
+    model.set_submodule("model.norm", copy.deepcopy(model.model.norm))
+
+
+def another_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def trained_norms(model: Any) -> None:
+    peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["norm"])).eval()
+
+
+@feature("parts, norms, layers, hooks or weights changed later", "falls back", "norm")
+@pytest.mark.parametrize(
+    ("change", "gone"), [(another_norm, 1), (another_layer, 2), (trained_norms, 1)]
+)
+@torch.inference_mode()
+def test_a_norm_that_another_takes_the_place_of_is_told(change: Any, gone: int) -> None:
+    model = built("llama")
+    before = model(TOKENS).logits
+    with inside(RmsNorms(model), original_kernel("norm")) as book:
+        change(model)
+        assert torch.allclose(model(TOKENS).logits, before, rtol=1e-4, atol=1e-5)
+        assert sum(book.calls.values()) == 5 - gone
+        assert book.layers == LayerSurvey(5 - gone, Counter({REPLACED: gone}))
