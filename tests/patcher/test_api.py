@@ -25,6 +25,7 @@ from patcher.api.throughput import ThroughputResult
 from patcher.bench import Candidate, content
 from patcher.bench.engines import open_engine
 from patcher.integrate import Patch, Store, pack
+from patcher.places import places_in
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -106,7 +107,7 @@ class TestProfile:
         found = patcher.profile(SQLITE, "gpt-oss-20b")
         assert isinstance(found, hotspot.Profile)
         assert json.loads(found.model_dump_json()) == json.loads(
-            hotspot.read(SQLITE, "gpt-oss-20b").model_dump_json()
+            hotspot.read(SQLITE, "gpt-oss-20b", places=places_in("gpt-oss-20b")).model_dump_json()
         )
 
     def test_frames(self) -> None:
