@@ -22,7 +22,13 @@ def body_of(model: Any) -> Any:
 
     body: Any = getattr(model, "model", model)
     layers: list[Any] = list(getattr(body, "layers", ()))
-    if not layers or any(kind_of(layer) is not source.GptOssDecoderLayer for layer in layers):
+    others = {kind_of(layer) for layer in layers} - {source.GptOssDecoderLayer}
+    if made := [kind for kind in others if issubclass(kind, source.GptOssDecoderLayer)]:
+        raise VerificationError(
+            f"other code has made {made[0].__name__} of the model's {made[0].__base__.__name__}",
+            "patch the model before it is sharded or wrapped",
+        )
+    if not layers or others:
         raise VerificationError(
             f"{type(model).__name__} has no gpt-oss decoder layers",
             "use transformers' GptOssForCausalLM",

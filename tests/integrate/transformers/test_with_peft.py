@@ -122,3 +122,17 @@ def test_a_spread_model_is_refused_by_what_spreads_it() -> None:
     with patched(model) as books:
         torch.testing.assert_close(logits(model), expected)
     assert all(book.calls.total() for book in books.values())
+
+
+@feature("FSDP2: sharded before it is patched", "refused", *GPT_OSS)
+def test_layers_of_a_class_that_other_code_made_are_named() -> None:
+    model = built()
+    for layer in model.model.layers:  # as `fully_shard` does it
+        own = type(layer)
+        layer.__class__ = type(f"FSDP{own.__name__}", (own,), {})
+    for name, point in GPT_OSS.items():
+        with (
+            pytest.raises(VerificationError, match="has made FSDPGptOssDecoderLayer of the model"),
+            inside(point(model), original_kernel(name)),
+        ):
+            pass
