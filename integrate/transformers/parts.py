@@ -22,10 +22,11 @@ def body_of(model: Any) -> Any:
 
     body: Any = getattr(model, "model", model)
     layers: list[Any] = list(getattr(body, "layers", ()))
-    others = {kind_of(layer) for layer in layers} - {source.GptOssDecoderLayer}
-    if made := [kind for kind in others if issubclass(kind, source.GptOssDecoderLayer)]:
+    own = source.GptOssDecoderLayer
+    others = {kind_of(layer) for layer in layers} - {own}
+    if made := [kind.__name__ for kind in others if issubclass(kind, own)]:
         raise VerificationError(
-            f"other code has made {made[0].__name__} of the model's {made[0].__base__.__name__}",
+            f"other code has made {made[0]} of the model's {own.__name__}",
             "patch the model before it is sharded or wrapped",
         )
     if not layers or others:
