@@ -24,10 +24,11 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from patcher.bench import MissingError, UsageError, VerificationError
-from patcher.integrate.activation import Activation, activate, variable
+from patcher.integrate.activation import Activation, activate
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import PatchPoint, source_digest
 from patcher.integrate.receipts import Receipt, read_receipts
+from patcher.integrate.switches import Switches
 
 log = logging.getLogger("patcher")
 
@@ -243,7 +244,7 @@ def join(tensor_parallel: int = 1) -> Activation:
         # read now, since receipts are still written after MPI has ended
         os.environ["PATCHER_RANK"] = str(mpi.COMM_WORLD.Get_rank())
     if unseen is not None:
-        if variable("STRICT") not in ("", "0"):
+        if Switches.read().strict:
             raise unseen
         log.error("%s", unseen)
     return activate(ENGINE, tensor_parallel=tensor_parallel)
