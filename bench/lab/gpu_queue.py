@@ -1,6 +1,6 @@
 """Run many measurements on the GPUs of one host, each with GPUs and a share of the CPUs of its own,
-so that what one compiles is not in another's figures: `python -m patcher.bench.lab.gpu_queue PLAN
-OUT --set NAME=VALUE...`.
+so that what one compiles disturbs another less: `python -m patcher.bench.lab.gpu_queue PLAN OUT
+--set NAME=VALUE...`.
 
 PLAN is TOML, a table a job, tried in the order of the file: `run` (a bash command, in OUT), `gpus`
 (default 1), `limit_s`, `after` (jobs that have to have ended), `setup` (a file of the environment

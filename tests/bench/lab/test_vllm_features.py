@@ -39,6 +39,14 @@ def test_logits_are_held_to_stocks_own_error(error: float, outcome: str, tmp_pat
     assert cell(tmp_path, "eager", ())["outcome"] == outcome
 
 
+def test_a_reference_that_computes_something_else_tells_nothing(tmp_path: Path) -> None:
+    other = torch.randn(STOCK.shape, generator=torch.Generator().manual_seed(1))
+    left(tmp_path, "eager", stock=STOCK, patched=STOCK + 1e-3, reference=other)
+    found = cell(tmp_path, "eager", ())
+    assert found["outcome"] == "not tried"
+    assert "the reference agrees with stock on" in found["why"]
+
+
 def test_the_reference_computes_in_another_way_than_the_arms() -> None:
     for name, feature in FEATURES.items():
         eager = bool(feature.arguments.get("enforce_eager"))
