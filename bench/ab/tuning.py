@@ -67,6 +67,18 @@ def options_for(workload: Workload) -> Options:
     return options(workload) if callable(options) else options
 
 
+def chosen_options(options: Options, names: Sequence[str]) -> Options:
+    """Those of the options whose argument is named; all if none is.
+
+    Raises:
+        UsageError: there is no option with that name.
+    """
+    known = {next(iter(ways[0])): ways for ways in options}
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"--switch {unknown[0]}: not tried here", f"choose of {', '.join(known)}")
+    return [ways for name, ways in known.items() if name in names or not names]
+
+
 def tune(
     start: StartStock,
     workload: Workload,

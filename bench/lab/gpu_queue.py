@@ -186,10 +186,25 @@ def _code(file: Path) -> int:
 
 
 def shares(gpus: Sequence[str], cpus: Iterable[int]) -> dict[str, list[int]]:
-    """By GPU, its part of the CPUs: neighbours, since these share caches and memory."""
-    known = sorted(cpus)
+    """By GPU, its part of the CPUs: whole cores that are neighbours, since the threads of a core
+    share its units, and neighbours caches and memory.
+    """
+    known = sorted(cpus, key=core_of)
     size = len(known) // len(gpus)
     return {gpu: known[size * place : size * (place + 1)] for place, gpu in enumerate(gpus)}
+
+
+def core_of(cpu: int) -> tuple[int, int, int]:
+    """Socket, core and number of a CPU; zeros for what the kernel does not tell."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        socket, core = (
+            int((topology / name).read_text(encoding="ascii"))
+            for name in ("physical_package_id", "core_id")
+        )
+    except OSError:
+        return 0, 0, cpu
+    return socket, core, cpu
 
 
 def gpus_here() -> list[str]:

@@ -4,8 +4,8 @@ BUNDLE...`, on a GPU host.
 Each feature is served by two layers of gpt-oss-20b with random weights in three processes: stock,
 patched, and stock without compilation or graphs as the reference. Logits over the same tokens are
 compared as in every verdict (`patcher.bench.ab.quality`), after what the feature does, such as a
-sleep; an engine that is to run eagerly is held to a compiled one. With speculative decoding a step
-has several rows, so that only greedy tokens are compared.
+sleep, with the reference's before it; an engine that is to run eagerly is held to a compiled one.
+With speculative decoding a step has several rows, so that only greedy tokens are compared.
 OUT/features.json has a cell for each feature and patch; a second call goes on where a first ended.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from patcher.ab.options import argument
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
@@ -138,12 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", action="append", help="a feature; may be repeated; else all for these GPUs"
     )
     parser.add_argument("--jobs", type=int, default=3, help="processes at a time")
+    parser.add_argument(
+        "--engine-arg", action="append", default=[], metavar="NAME=VALUE", help="for all processes"
+    )
     parser.add_argument("--process", nargs=2, metavar=("FEATURE", "ARM"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     out: Path = given.out.resolve()
     if given.process:
         name, arm = given.process
-        run(out, name, arm, MEMORY_SHARE / given.jobs)
+        run(out, name, arm, MEMORY_SHARE / given.jobs, dict(map(argument, given.engine_arg)))
         return 0
     here = [name for name, one in FEATURES.items() if one.gpus <= torch.cuda.device_count()]
     names = given.only or here
@@ -152,16 +156,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_model(out, on_disk=any(FEATURES[name].checkpoint for name in names))
     with ExitStack() as kept:
         patches = [Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles]
-        return compare(out, names, patches, given.jobs)
+        return compare(out, names, patches, given.jobs, given.engine_arg)
 
 
-def compare(out: Path, names: Sequence[str], patches: Sequence[Patch], jobs: int) -> int:
+def compare(
+    out: Path,
+    names: Sequence[str],
+    patches: Sequence[Patch],
+    jobs: int,
+    arguments: Sequence[str] = (),
+) -> int:
     """Run all processes that have not run, and tell the outcomes; 1 if one is wrong."""
     # the tokens that all arms are forced to are stock's, which has to run first
     offered = [name for name in names if FEATURES[name].offered()]
     with ThreadPoolExecutor(jobs) as pool:
         for arms in (ARMS[:1], ARMS[1:]) if offered else ():
-            begin = partial(start, out, patches=patches, jobs=jobs)
+            begin = partial(start, out, patches=patches, jobs=jobs, arguments=arguments)
             list(pool.map(begin, *zip(*product(offered, arms), strict=True)))
     cells = {name: cell(out, name, patches) for name in names}
     (out / "features.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
@@ -184,7 +194,14 @@ def write_model(out: Path, on_disk: bool = False) -> None:
         write_checkpoint(out / "checkpoint", config)
 
 
-def start(out: Path, name: str, arm: str, patches: Sequence[Patch], jobs: int) -> None:
+def start(
+    out: Path,
+    name: str,
+    arm: str,
+    patches: Sequence[Patch],
+    jobs: int,
+    arguments: Sequence[str] = (),
+) -> None:
     """Run one process, unless it has run; its log has what went wrong."""
     folder = place(out, name, arm)
     if (folder / "result.pt").exists():
@@ -195,7 +212,7 @@ def start(out: Path, name: str, arm: str, patches: Sequence[Patch], jobs: int) -
     # a patch that a feature leaves idle is an outcome here, not an error
     variables |= {"PATCHER_STRICT": "0", **FEATURES[name].variables}
     command = [sys.executable, "-P", "-m", __spec__.name, str(out), "--jobs", str(jobs)]
-    command += ["--process", name, arm]
+    command += ["--process", name, arm, *(f"--engine-arg={each}" for each in arguments)]
     with (folder / "log").open("wb") as log:
         try:
             subprocess.run(
@@ -209,7 +226,7 @@ def start(out: Path, name: str, arm: str, patches: Sequence[Patch], jobs: int) -
             log.write(f"\nended after {TIMEOUT_S} s\n".encode())
 
 
-def run(out: Path, name: str, arm: str, share: float) -> None:
+def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> None:
     """Serve a feature in this process, and save what is compared."""
     from patcher.bench.engines.vllm import VllmEngine
 
@@ -227,6 +244,7 @@ def run(out: Path, name: str, arm: str, share: float) -> None:
     arguments = {
         "gpu_memory_utilization": share,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        **more,
         **feature.arguments,
     }
     if arm == "reference":
@@ -247,7 +265,8 @@ def run(out: Path, name: str, arm: str, share: float) -> None:
         return engine.served_logits(prompts, forced).flatten(0, 1)
 
     found = [observe() for _ in range(feature.passes)][-1]
-    if feature.then is not None:
+    if feature.then is not None and arm != "reference":  # which is held to what was before
+        torch.save(found, place(out, name, arm) / "before.pt")
         feature.then(engine._llm)
         found = observe()
     torch.save(found, place(out, name, arm) / "result.pt")
@@ -298,11 +317,17 @@ def cell(out: Path, name: str, patches: Sequence[Patch]) -> dict[str, Any]:
         )
         why = f"{100 * same:.0f} % of greedy tokens agree, {100 * first:.0f} % of the first"
         return found("right" if first > 0.8 else "wrong", why)
+    slept = FEATURES[name].then is not None
     way = "eager" if FEATURES[name].reference["enforce_eager"] else "compiled"
+    way += ", before" if slept else ""
     quality = compare_logits(stock, stock, patched, reference, f"the same engine, {way}")
     same = quality.baseline_reference_agreement_pct
     if quality.passed and same < LEAST_AGREEMENT_PCT:
         why = f"not tried: the reference agrees with stock on {same:.1f} % of greedy picks alone"
+        if slept:
+            before = torch.load(place(out, name, "stock") / "before.pt").argmax(-1)
+            own = 100 * float((before == stock.argmax(-1)).float().mean())
+            why += f", and stock with itself before on {own:.1f} %"
         return found("not tried", f"{why} (patched: {quality.greedy_agreement_pct:.1f} %)")
     return found("right" if quality.passed else "wrong", quality.reason)
 

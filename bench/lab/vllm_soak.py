@@ -73,11 +73,18 @@ class SoakRound(NamedTuple):
 class SoakedServer:
     """One server, with the client that drives it."""
 
-    def __init__(self, job: ServedJob, side: SideSetup, lora: bool, kept: ExitStack) -> None:
+    def __init__(
+        self,
+        job: ServedJob,
+        side: SideSetup,
+        prompts: ServedPrompts,
+        kept: ExitStack,
+        lora: bool,
+    ) -> None:
         self.arm, self.job, self.lora = side.name, job, lora
         arm = side.name
         self.folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix=f"soak-{arm}-")))
-        self.prompts = ServedPrompts(job.workload)
+        self.prompts = prompts
         port = free_port()
         self.values = {**job.values(self.prompts), "port": port, "folder": self.folder}
         found = installation(job.serving, side.python)
@@ -194,6 +201,25 @@ class SoakedServer:
         }
 
 
+def started(
+    job: ServedJob, sides: Sequence[SideSetup], lora: bool, kept: ExitStack
+) -> list[SoakedServer]:
+    """A server of each side, which load at the same time; leaving `kept` ends them.
+
+    Raises:
+        PatcherError: one did not start, after the others have.
+    """
+    # a process ends with the thread that started it, so that the threads live as long as `kept`
+    pool = kept.enter_context(ThreadPoolExecutor(len(sides)))
+    stacks = [kept.enter_context(ExitStack()) for _ in sides]
+    prompts = ServedPrompts(job.workload)
+    servers = [
+        pool.submit(SoakedServer, job, side, prompts, stack, lora)
+        for side, stack in zip(sides, stacks, strict=True)
+    ]
+    return [server.result() for server in servers]
+
+
 def soak(arms: Sequence[SoakedServer], minutes: float, record: Path) -> list[dict[str, SoakRound]]:
     """Rounds until the time is over; a line of each and the table so far are written at once."""
     deadline, rounds = time.monotonic() + 60 * minutes, list[dict[str, SoakRound]]()
@@ -295,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("bundles", type=Path, nargs="*")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--memory-share", type=float, default=0.42, help="of the GPU, a server")
+    parser.add_argument("--cache-gib", type=float, default=12, help="KV cache of a server")
     parser.add_argument("--lora", action="store_true", help="with an adapter on and off")
     given = parser.parse_args(arguments)
     out: Path = given.out
@@ -306,7 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     points = tuple(ServedPoint(trace=trace, concurrency=users) for trace, users in TRAFFIC)
     job = ServedJob(workload, name, client, points, process_pairs=1)
-    switches: dict[str, JsonValue] = {"gpu_memory_utilization": given.memory_share}
+    # with a cache of a given size vLLM does not measure what is free, so that both start at a time
+    switches: dict[str, JsonValue] = {
+        "gpu_memory_utilization": given.memory_share,
+        "kv_cache_memory_bytes": int(given.cache_gib * 2**30),
+    }
     if given.lora:
         adapter = out.resolve() / "adapter"
         write_adapter(adapter, full_config(MODEL))
@@ -318,8 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as kept:
         patches = tuple(Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles)
         sides = (stock, replace(stock, name="patched", patches=patches))
-        # one after the other: vLLM measures the memory of the GPU as it starts
-        arms = [SoakedServer(job, side, given.lora, kept) for side in sides]
+        arms = started(job, sides, given.lora, kept)
         found = table(soak(arms, given.minutes, out / "soak.jsonl"))
     print(json.dumps(found, indent=1))
     drifted = [each for each in ("stock", "patched") if found[each]["rounds_with_other_probes"]]

@@ -13,7 +13,7 @@ from patcher.ab.job import ABJob
 from patcher.bench import Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
 from patcher.bench.ab.phases import ABProgress
-from patcher.bench.ab.tuning import options_for, tune
+from patcher.bench.ab.tuning import chosen_options, options_for, tune
 from patcher.bench.engines import ENGINES, cache_argument
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, engine_wants
@@ -76,9 +76,17 @@ class ArmLauncher:
         return self.tune(progress) if self.job.tune else None
 
     def tune(
-        self, progress: ABProgress, tried_one: Callable[[ConfigTrial], None] | None = None
+        self,
+        progress: ABProgress,
+        tried_one: Callable[[ConfigTrial], None] | None = None,
+        names: Sequence[str] = (),
     ) -> Tuning:
-        """Search for the best stock configuration, and use it for all later processes."""
+        """Search for the best stock configuration, and use it for all later processes.
+
+        Args:
+            names: of the engine's arguments to search over; none: all.
+        """
+        options = chosen_options(options_for(self.job.workload), names)
         with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
                 lambda arguments, share: self.launch(
@@ -88,7 +96,7 @@ class ArmLauncher:
                     load_s=TUNED_LOAD_S if arguments else LOAD_S,
                 ),
                 self.job.workload,
-                options_for(self.job.workload),
+                options,
                 clocks,
                 wanted=engine_wants(self.job.workload.engine),
                 other_workloads=self.job.other_workloads,

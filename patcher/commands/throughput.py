@@ -181,6 +181,7 @@ def best_set(
 @examples(
     "patcher throughput tune gpt-oss-20b --engine vllm --out stock.json",
     "patcher throughput tune gpt-oss-20b --engine vllm --preset kforge --also-batch 1,64",
+    "patcher throughput tune gpt-oss-20b --engine vllm --switch attention_backend",
     "patcher throughput tune my-model --engine vllm --weights hub --client vllm-bench",
 )
 @grouped
@@ -208,15 +209,15 @@ def tune(
     if served.client is not None:
         chosen = (model, workload, engine, SampleSize(), BaselineChoice(), others, served, None)
         return tune_as_served(*served_job(*chosen), switches, output, out)
-    if switches != SwitchChoice():
-        raise UsageError(
-            "switches are tried over HTTP", "give --client vllm-bench, too, or leave out --switch"
-        )
+    if switches.draft is not None:
+        raise UsageError("a draft model is tried over HTTP", "give --client vllm-bench, too")
     options_of(workload.engine)
     searched = BaselineChoice(tune_baseline=True)
     job = with_cache_size(job_for(model, workload, engine, baseline=searched, others=others))
     with output.progress() as bar:
-        found = ArmLauncher(job).tune(Timeline(bar), lambda one: bar.say(trial_line(one)))
+        found = ArmLauncher(job).tune(
+            Timeline(bar), lambda one: bar.say(trial_line(one)), switches.switches or ()
+        )
     write_out(out, found)
     output.emit(found, tuning_lines(found)[-1])
     return 0

@@ -73,7 +73,8 @@ class SwitchChoice(OptionGroup):
             "--switch",
             metavar="NAME",
             help="With --client: async-scheduling, chunked-prefill, fp8-kv, ngram, eagle3 or "
-            "backends; several: repeat it. Default: all that keep the outputs.",
+            "backends; else an argument of the engine, such as attention_backend. Several: repeat "
+            "it. Default: all that keep the outputs.",
         ),
     ] = None
     draft: Annotated[

@@ -95,8 +95,17 @@ def test_the_plan_of_vllm_names_what_there_is() -> None:
         assert checked.returncode == 0, checked.stderr
 
 
+def test_the_threads_of_a_core_go_to_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_queue, "core_of", lambda cpu: (0, cpu % 4, cpu))
+    assert gpu_queue.shares(["4", "7"], {9, 3, 1, 2, 5, 7}) == {"4": [1, 5, 9], "7": [2, 3, 7]}
+
+
+def test_the_kernel_tells_the_core_of_a_cpu() -> None:
+    assert gpu_queue.core_of(0)[-1] == 0
+    assert gpu_queue.core_of(999_999) == (0, 0, 999_999)
+
+
 def test_each_gpu_has_cpus_of_its_own(tmp_path: Path) -> None:
-    assert gpu_queue.shares(["4", "7"], {9, 3, 1, 2, 8}) == {"4": [1, 2], "7": [3, 8]}
     plan = "[one]\nrun = \"python3 -c 'import os; print(len(os.sched_getaffinity(0)))'\"\n"
     assert ran(tmp_path, plan, gpus="0") == 0
     assert int(log(tmp_path, "one")) == len(os.sched_getaffinity(0))

@@ -14,7 +14,7 @@ from patcher.bench import Workload
 from patcher.bench.ab.served import ServedPoint
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.lab import vllm_soak
-from patcher.bench.lab.vllm_soak import SoakedServer, SoakRound, grown, soak, table
+from patcher.bench.lab.vllm_soak import SoakRound, grown, soak, started, table
 
 SUPPORT = Path(__file__).parents[2] / "support"
 WORKLOAD = Workload(
@@ -50,7 +50,7 @@ def test_two_servers_get_the_same_and_a_line_a_round(
     job = ServedJob(WORKLOAD, "double", CLIENT, points, process_pairs=1)
     sides = (SideSetup("stock"), SideSetup("patched", {"token_ms": 2}))
     with ExitStack() as kept:
-        arms = [SoakedServer(job, side, lora, kept) for side in sides]
+        arms = started(job, sides, lora, kept)
         rounds = soak(arms, 0.01, tmp_path / "soak.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert len(lines) == len(rounds) > 0

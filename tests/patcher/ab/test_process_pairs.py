@@ -41,7 +41,7 @@ from patcher.bench.ab.processes import (
 )
 from patcher.bench.ab.throughput import of_processes
 from patcher.bench.ab.traffic import traffic, traffics
-from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.ab.tuning import chosen_options, options_of, tune
 from patcher.bench.ab.windows import turn_lengths
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.cli import app
@@ -458,6 +458,15 @@ def tuned(
     assert not host.open
     assert len(started) <= 1, "what took too long is not waited for twice"
     return found
+
+
+def test_a_search_may_be_over_some_of_the_options() -> None:
+    options = ({"moe": "a"}, {"moe": "b"}), ({"attention": "c"},)
+    assert chosen_options(options, ["attention"]) == [options[1]]
+    assert chosen_options(options, ()) == list(options)
+    with pytest.raises(bench.UsageError) as raised:
+        chosen_options(options, ["atention"])
+    assert raised.value.hint == "choose of moe, attention"
 
 
 def test_the_best_stock_configuration_is_the_baseline() -> None:

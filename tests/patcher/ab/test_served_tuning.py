@@ -125,6 +125,6 @@ def test_what_a_search_found_is_the_baseline_of_a_comparison(
     assert [side.arguments for side in result.header.sides] == [
         {"first_ms": 1, "token_ms": 0.5}
     ] * 2
-    bare = CliRunner().invoke(app, ["throughput", "tune", *what, "--switch", "pace"])
+    bare = CliRunner().invoke(app, ["throughput", "tune", *what, "--draft", "a/b"])
     assert isinstance(bare.exception, UsageError)
     assert "over HTTP" in bare.exception.message
