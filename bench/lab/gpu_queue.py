@@ -6,7 +6,10 @@ PLAN is TOML, a table a job, tried in the order of the file: `run` (a bash comma
 (default 1), `limit_s`, `after` (jobs that have to have ended), `setup` (a file of the environment
 that is sourced first). Words like `{this}` in them are replaced by `--set this=...`. Of each job
 OUT/jobs/NAME.log is what it printed and OUT/jobs/NAME.json how it ended; a second call runs what
-has not ended with 0. OUT/queue.txt is the state of all, for whoever looks.
+has not ended with 0. OUT/queue.txt is the state of all.
+
+`--detach` leaves a queue that outlives the shell and all of its process group; `--look SECONDS`
+waits for it so long, tells how its jobs stand, and fails at once if it does not run.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ from pathlib import Path
 from typing import IO, Any
 
 POLL_S = 0.5
+PROCESS = "queue.pid"
+"""The file with the number of the queue's process."""
+STARTED_S = 60.0
+TOLD = 160
+"""Characters of a log's end that `--look` shows."""
 GRACE_S = 10.0
 """Seconds that a job has to end after it is asked to."""
 
@@ -97,6 +105,7 @@ class GpuQueue:
         self.ended: dict[str, int] = {}
         self.running: dict[str, tuple[subprocess.Popen[bytes], list[str], float, IO[bytes]]] = {}
         (out / "jobs").mkdir(parents=True, exist_ok=True)
+        (out / PROCESS).write_text(str(os.getpid()), encoding="ascii")
         for job in jobs:
             if (file := self._file(job.name)).is_file() and (code := _code(file)) == 0:
                 self.ended[job.name] = code
@@ -227,19 +236,75 @@ def gpus_here() -> list[str]:
     return listed.stdout.split()
 
 
+def detach(out: Path, words: Sequence[str]) -> int:
+    """Start a queue in a session of its own, and wait until it begins; 1 if it ends before."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PROCESS).unlink(missing_ok=True)
+    with (out / "queue.log").open("wb") as log:
+        queue = subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + STARTED_S
+    while not (out / PROCESS).exists():
+        if queue.poll() is not None or time.monotonic() > deadline:
+            print((out / "queue.log").read_text(encoding="utf-8"), file=sys.stderr)
+            return queue.poll() or 1
+        time.sleep(POLL_S / 10)
+    return 0
+
+
+def look(out: Path, seconds: float) -> int:
+    """Wait for a queue, and tell how its jobs stand; 1 if it neither runs nor has ended."""
+    deadline = time.monotonic() + seconds
+    while (runs := _runs(out)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    state = out / "queue.txt"
+    told = state.read_text(encoding="utf-8") if state.exists() else "no queue has begun here\n"
+    print(told, end="")
+    for log in sorted((out / "jobs").glob("*.log")):
+        end = log.read_bytes()[-TOLD:].decode("utf-8", "replace")
+        print(f"-- {log.stem}: {' '.join(end.split())}")
+    if runs or all(" ended with " in line for line in told.splitlines()):
+        return 0
+    print("error: the queue does not run", file=sys.stderr)
+    return 1
+
+
+def _runs(out: Path) -> bool:
+    try:
+        pid = int((out / PROCESS).read_text(encoding="ascii"))
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
+    return b"gpu_queue" in command
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.gpu_queue")
     parser.add_argument("plan", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", help="jobs, with commas")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--detach", action="store_true", help="leave it running in the background")
+    parser.add_argument("--look", type=float, metavar="SECONDS", help="wait for a queue, and tell")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(words)
+    if given.look is not None:
+        return look(given.out, given.look)
+    # what was started ends with it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         values = dict(each.split("=", 1) for each in given.set)
         jobs = read_plan(given.plan, values)
         if given.only:
             chosen = given.only.split(",")
             jobs = [job for job in jobs if job.name in chosen]
+        if given.detach:
+            return detach(given.out.resolve(), [word for word in words if word != "--detach"])
         return GpuQueue(jobs, gpus_here(), given.out.resolve()).run()
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)

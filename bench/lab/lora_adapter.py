@@ -40,3 +40,17 @@ def write_adapter(folder: Path, config: Mapping[str, Any]) -> None:
     written.replace(folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(sizes)}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def give_adapters(engine: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Give every second request of a `VllmEngine` an adapter, which is written to the folder."""
+    from vllm.lora.request import LoRARequest
+
+    write_adapter(folder, config)
+    original, adapter = engine._engine.add_request, LoRARequest("random", 1, str(folder))
+
+    def add(name: str, *args: Any, **more: Any) -> Any:
+        odd = int(name.rpartition("-")[2]) % 2
+        return original(name, *args, **more, lora_request=adapter if odd else None)
+
+    engine._engine.add_request = add

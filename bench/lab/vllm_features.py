@@ -30,7 +30,7 @@ from patcher.ab.options import argument
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
-from patcher.bench.lab.lora_adapter import RANK, write_adapter
+from patcher.bench.lab.lora_adapter import RANK, give_adapters
 from patcher.bench.lab.mxfp4_checkpoint import write_checkpoint
 from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import (
@@ -252,7 +252,8 @@ def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> N
     await_engine("vllm")
     engine = VllmEngine(workload, arguments)
     if feature.adapters:
-        give_adapters(engine, out)
+        text = (out / "model/config.json").read_text(encoding="utf-8")
+        give_adapters(engine, out / "adapter", json.loads(text))
     prompts = engine.prompts(1)
     forced_at = place(out, name, "stock") / "tokens.pt"
     if arm == "stock":
@@ -271,22 +272,6 @@ def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> N
         found = observe()
     torch.save(found, place(out, name, arm) / "result.pt")
     engine.close()
-
-
-def give_adapters(engine: Any, out: Path) -> None:
-    """Give every second request a LoRA adapter with random weights for the attention's layers."""
-    from vllm.lora.request import LoRARequest
-
-    folder = out / "adapter"
-    config = json.loads((out / "model/config.json").read_text(encoding="utf-8"))
-    write_adapter(folder, config)
-    original, adapter = engine._engine.add_request, LoRARequest("random", 1, str(folder))
-
-    def add(name: str, *args: Any, **more: Any) -> Any:
-        odd = int(name.rpartition("-")[2]) % 2
-        return original(name, *args, **more, lora_request=adapter if odd else None)
-
-    engine._engine.add_request = add
 
 
 def cell(out: Path, name: str, patches: Sequence[Patch]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import http.client
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -38,7 +37,9 @@ from patcher.bench.engines.architecture import full_config
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import client_of, filled, request_line
 from patcher.bench.lab.lora_adapter import RANK, write_adapter
+from patcher.bench.lab.process_memory import gpu_mib, host_mib
 from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.sandbox.process_tree import descendants
 from patcher.integrate import Patch, read_receipts, unpacked
 
 MODEL = "gpt-oss-20b"
@@ -273,46 +274,6 @@ def grown(values: Sequence[float | None]) -> dict[str, float] | None:
     third = len(known) // 3
     begin, end = statistics.median(known[:third]), statistics.median(known[-third:])
     return {"settled": begin, "end": end, "growth": end - begin, "most": max(known)}
-
-
-def descendants(pid: int) -> set[int]:
-    """A process and all that it started."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    pairs = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
-    found = {pid}
-    while more := {child for child, parent in pairs if parent in found} - found:
-        found |= more
-    return found
-
-
-def gpu_mib(pids: set[int]) -> float | None:
-    """Memory of all GPUs that these processes hold, as the driver says."""
-    command = [
-        "nvidia-smi",
-        "--query-compute-apps=pid,used_memory",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    rows = [line.split(",") for line in listed.splitlines() if line]
-    own = [float(used) for pid, used in rows if int(pid) in pids and used.strip().isdigit()]
-    return sum(own) if own else None
-
-
-def host_mib(pids: set[int]) -> float:
-    """Memory of the host that is these processes' own."""
-    kib = 0
-    for pid in pids:
-        try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-        except OSError:  # it has just ended
-            continue
-        kib += sum(
-            int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")
-        )
-    return kib / 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

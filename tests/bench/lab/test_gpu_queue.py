@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from patcher.bench.lab import gpu_queue
+from patcher.bench.machine.environment import ROOT, python_path
 
 
 def ran(folder: Path, plan: str, *arguments: str, gpus: str = "0,1") -> int:
@@ -18,6 +24,13 @@ def ran(folder: Path, plan: str, *arguments: str, gpus: str = "0,1") -> int:
         patch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         patch.setattr(gpu_queue, "POLL_S", 0.02)
         return gpu_queue.main([str(folder / "plan.toml"), str(folder / "out"), *arguments])
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def log(folder: Path, name: str) -> str:
@@ -113,3 +126,55 @@ def test_each_gpu_has_cpus_of_its_own(tmp_path: Path) -> None:
     if len(here) > 1:
         assert ran(tmp_path, plan.replace("one", "half")) == 0
         assert int(log(tmp_path, "half")) == len(here) // 2
+
+
+def test_a_queue_that_is_asked_to_end_ends_what_it_started(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('[long]\nrun = "touch began; sleep 63.25"\n')
+    command = [sys.executable, "-m", "patcher.bench.lab.gpu_queue", "plan.toml", "out"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": python_path(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as queue:
+        until((tmp_path / "out/began").exists)
+        queue.terminate()
+        assert queue.wait(60) == 128 + signal.SIGTERM
+    assert subprocess.run(["pgrep", "-f", "sleep 63.25"]).returncode == 1
+
+
+def test_a_detached_queue_outlives_the_process_group_that_began_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = '[one]\nrun = "touch began; while [ ! -e go ]; do sleep 0.05; done; echo went on"\n'
+    (tmp_path / "plan.toml").write_text(plan)
+    words = [sys.executable, "-m", "patcher.bench.lab.gpu_queue", "plan.toml", "out"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": python_path(ROOT)}
+    shell = subprocess.Popen(
+        ["bash", "-c", f"{shlex.join([*words, '--detach'])}; touch left; sleep 60"],
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    )
+    until(lambda: (tmp_path / "left").exists() and (tmp_path / "out/began").exists())
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait(10)
+    assert gpu_queue.main(["plan.toml", str(tmp_path / "out"), "--look", "0"]) == 0
+    assert "one                      runs on 0" in capfd.readouterr().out
+    (tmp_path / "out/go").touch()
+    assert gpu_queue.main(["plan.toml", str(tmp_path / "out"), "--look", "60"]) == 0
+    assert "-- one: went on" in capfd.readouterr().out
+
+
+def test_a_look_at_a_queue_that_died_fails_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_queue.main(["plan.toml", str(tmp_path), "--look", "600"]) == 1
+    (tmp_path / "queue.pid").write_text("999999999")
+    (tmp_path / "queue.txt").write_text("one                      runs on 0 for 9 s\n")
+    assert gpu_queue.main(["plan.toml", str(tmp_path), "--look", "600"]) == 1
+    assert "the queue does not run" in capfd.readouterr().err
+    missing = ["plan.toml", str(tmp_path / "out"), "--detach"]
+    (tmp_path / "plan.toml").write_text("[one]\nrun = 'true'\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        patch.setenv("PATH", "/nowhere")
+        assert gpu_queue.main(missing) != 0
+    assert "no GPU: nvidia-smi did not run" in capfd.readouterr().err
