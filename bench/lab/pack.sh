@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Packs what a GPU host without network needs beside an engine and its torch: patcher with bench/lab,
+# the libraries that it imports, the kernels' sources, and patches for a version of vLLM from the
+# verdicts of bench/results/h100-kernels.
+#
+#   bench/lab/pack.sh OUT VLLM_VERSION [PYTHON_VERSION]
+#
+# OUT/host.tar.xz is for `tar xJf host.tar.xz -C DIR` there, then `source DIR/activate` after the
+# engine's own environment. numpy and pandas are left out: the host has them. PYTHON names the
+# interpreter of this checkout (.venv/bin/python). Needs pip, nvcc for patches in CUDA, and network.
+set -euo pipefail
+out=${1:?usage: bench/lab/pack.sh OUT VLLM_VERSION [PYTHON_VERSION]}
+version=${2:?a version of vLLM, such as 0.33.0}
+there=${3:-3.12}
+here=$(cd "$(dirname "$0")/../.." && pwd)
+python=${PYTHON:-$here/.venv/bin/python}
+out=$(mkdir -p "$out" && cd "$out" && pwd)
+work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+host=$work/host
+mkdir -p "$host/packages" "$host/bundles"
+cd "$work"
+
+platforms=(); for minor in 28 27 17; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
+fetch() {
+  PIP_CONSTRAINT=/dev/null "$python" -m pip download -q -d wheels --only-binary=:all: --implementation cp \
+    --python-version "$there" "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
+}
+fetch pydantic rich typer jinja2
+fetch --no-deps tomlkit packaging adbc-driver-manager adbc-driver-sqlite nanoarrow nvidia-ml-py nvtx scipy
+"$python" -m pip wheel -q --no-deps -w wheels "$here"
+for wheel in wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$host/packages"; done
+cp -r "$here/bench/lab" "$host/packages/patcher/bench/lab"
+cp -r "$here/kernels" "$host/kernels"
+
+# a patch names what it replaces by its source, for which the wheel's Python is enough
+tree=$(cd "$here" && PYTHONPATH=tests/support "$python" -P -c "import vllm_trees; print(vllm_trees.tree('$version'))")
+mkdir -p "engine/vllm-$version.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" > "engine/vllm-$version.dist-info/METADATA"
+PIP_CONSTRAINT=/dev/null "$python" -m pip install -q --no-deps --target engine triton
+for verdict in "$here"/bench/results/h100-kernels/*.json.xz; do basename "$verdict" | cut -d- -f1; done | sort -u > ops
+while read -r op; do
+  known=(); for verdict in "$here"/bench/results/h100-kernels/"$op"-*.json.xz; do known+=(--evaluation "$verdict"); done
+  solution=$(basename "${known[1]}" | sed "s/^$op-//; s/\..*//")
+  folder=$here/kernels/$op/solutions/$solution
+  language=$(sed -n 's/^language = "\(.*\)"/\1/p' "$folder/solution.toml")
+  PYTHONPATH=$work/engine:$tree "$python" -P -m patcher bundle "$op" "$(ls "$folder/$op".*)" \
+    "$host/bundles/$op.zip" --language "$language" --engine vllm "${known[@]}" < /dev/null
+done < ops
+cat > "$host/activate" <<'ACTIVATE'
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/packages"
+ACTIVATE
+tar cJf "$out/host.tar.xz" -C "$host" .
+du -h "$out/host.tar.xz"
