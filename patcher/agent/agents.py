@@ -79,11 +79,13 @@ class Agents:
         """
         name = self._prompts.op.name
         folder = f"ops/{name}/{iteration}"
+        adapted = self._adapt(role, iteration, prompt) if self._adapt else prompt
         request = Request(
             step=f"{name}/{iteration}/ask-{role}",
             role=role,
             system=self._prompts.system(role),
-            prompt=self._adapt(role, iteration, prompt) if self._adapt else prompt,
+            prompt=adapted,
+            head=self._prompts.head(adapted),
             max_tokens=self._room[role],
             images=self._images.get(role, ()),
         )

@@ -91,6 +91,9 @@ class Request(Record):
     """Ceiling on output tokens, thinking included."""
     images: tuple[Image, ...] = ()
     """Shown before the prompt; `sees_images` says which models take any."""
+    head: int = Field(default=0, ge=0)
+    """Characters at the beginning of the prompt that later questions begin with, too: a provider
+    may keep them in a cache."""
 
     @property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ from patcher.models.gate import Draft, inside
 from patcher.models.registry import ModelEntry
 
 if TYPE_CHECKING:
-    from anthropic.types import ContentBlockParam
+    from anthropic.types import CacheControlEphemeralParam, ContentBlockParam
 
 _COUNTS = {
     "input": "input_tokens",
@@ -23,7 +23,7 @@ _COUNTS = {
     "read_from_cache": "cache_read_input_tokens",
     "output": "output_tokens",
 }
-"""Caches are not asked for; a gateway that adds them bills their tokens on top of input_tokens."""
+"""Tokens of caches, also of one that a gateway adds, are billed on top of input_tokens."""
 
 
 class AnthropicModel(ApiModel):
@@ -49,15 +49,24 @@ class AnthropicModel(ApiModel):
             }
             for picture in self._pictures(request)
         ]
-        content.append({"type": "text", "text": request.prompt})
+        head = request.prompt[: request.head] if self.entry.keeps_prompts else ""
+        if head:  # all up to here is kept: system, images and this
+            kept: CacheControlEphemeralParam = {"type": "ephemeral"}
+            content.append({"type": "text", "text": head, "cache_control": kept})
+        if rest := request.prompt[len(head) :]:
+            content.append({"type": "text", "text": rest})
+        more: dict[str, Any] = {}
+        if self.entry.effort:
+            more["output_config"] = {"effort": self.entry.effort}
         return self._client.messages.with_streaming_response.create(
             model=self.name,
             max_tokens=self._room(request),
             system=request.system,
             messages=[
-                {"role": "user", "content": content if request.images else request.prompt},
+                {"role": "user", "content": content if len(content) > 1 else request.prompt},
             ],
             stream=True,
+            **more,
         )
 
     def _hear(self, event: dict[str, Any], draft: Draft) -> None:

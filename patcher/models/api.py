@@ -88,7 +88,15 @@ class ApiModel(ABC):
     def worst_cost_usd(self, request: Request) -> float | None:
         if self.entry.price is None:
             return None
-        return self.entry.price.cost_usd(self._worst_input(request), self._room(request))
+        return self.entry.price.cost_usd(
+            self._worst_input(request), self._room(request), written=self._kept(request)
+        )
+
+    def _kept(self, request: Request) -> int:
+        """Bytes, and so at most tokens, that the server is asked to keep in a cache."""
+        if not (request.head and self.entry.keeps_prompts):
+            return 0
+        return self._worst_input(request) - len(request.prompt[request.head :].encode())
 
     def late(self, request: Request) -> ModelError:
         """The error of a call that was given up after `patience_s`."""
@@ -168,6 +176,7 @@ class ApiModel(ABC):
             len(request.system) + len(request.prompt),
             self._worst_input(request),
             self._room(request),
+            self._kept(request),
         )
         return reply_of(draft, request, self._clean, counts, self.entry.price_of)
 

@@ -16,12 +16,12 @@ from patcher.models import (
     Reply,
     Request,
     Trouble,
-    Usage,
 )
 from patcher.models.api import ApiModel
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
 from patcher.models.limits import LimitsFile
+from patcher.models.prices import same_model
 from patcher.models.replay import ReplayModel
 from patcher.models.retry import Clock, TimeUp, pause_s
 from patcher.runs.run import Run
@@ -102,7 +102,7 @@ class ModelClient:
             worst = _at_least(model, asked.request, worst, reply.received_characters or 0)
         tokens = (usage.input_tokens or 0) + (usage.output_tokens or 0)
         known = usage.input_tokens is not None and usage.output_tokens is not None
-        usd, unsure_usd = _dollars(model, usage, worst)
+        usd, unsure_usd = _dollars(model, reply, worst)
         spent = Amount(
             usd=usd,
             tokens=tokens if known else worst.tokens,
@@ -252,14 +252,16 @@ class ModelClient:
         return limit
 
 
-def _dollars(model: Model, usage: Usage, worst: Amount) -> tuple[float, float]:
+def _dollars(model: Model, reply: Reply, worst: Amount) -> tuple[float, float]:
     """What a reply is booked at, and the part of it of which nobody knows whether it was charged:
     all of it without a price, and what the model that was asked would have cost more than the one
     that says it answered. No server lowers its bill by a name."""
+    usage = reply.usage
     if usage.cost_usd is None:
         return worst.usd, worst.usd
     asked_usd = 0.0
-    if isinstance(model, ApiModel) and (price := model.entry.price):
+    other = not same_model(reply.model, model.name)
+    if other and isinstance(model, ApiModel) and (price := model.entry.price):
         asked_usd = price.cost_usd(usage.input_tokens or 0, usage.output_tokens or 0)
     return max(asked_usd, usage.cost_usd), max(asked_usd - usage.cost_usd, 0.0)
 

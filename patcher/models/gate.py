@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patcher.models import Reply, Request, Usage
-from patcher.models.prices import Price, same_model
+from patcher.models.prices import UNKNOWN_CACHE, Price, same_model
 from patcher.visible import one_line, visible
 
 TEXT_CHARACTERS = 4 << 20
@@ -193,6 +193,8 @@ class Counts:
     sent_characters: int
     input_tokens: int
     room: int
+    kept: int = 0
+    """Tokens at most that were to be kept in a cache; 0: no cache was asked for."""
 
     def usage(self, draft: Draft, price: Price | None) -> Usage:
         """The server's counts where they can be true, else none: the worst case is booked then."""
@@ -210,13 +212,16 @@ class Counts:
             what = "cannot be true" if said_any else "are missing"
             draft.repair(f"its counts of tokens {what}: the worst case is booked")
             return Usage()
-        # providers charge up to twice the price of input for what they write to a cache
-        charged = given + (count(cached[0], 0, given) or 0)
+        wrote, read = (count(each, 0, given) or 0 for each in cached)
+        if not self.kept and price:  # a cache of somebody else's, of which no price is known
+            price = price.model_copy(update={"cache": UNKNOWN_CACHE})
         return Usage(
             input_tokens=given,
             output_tokens=written,
             cached_tokens=count(said.get("cached", cached[1]), 0, given),
-            cost_usd=price.cost_usd(charged, written) if price else None,
+            cost_usd=price.cost_usd(given, written, read=min(read, self.kept), written=wrote)
+            if price
+            else None,
         )
 
 

@@ -64,13 +64,15 @@ class OpenAIModel(ApiModel):
             return super()._once(request)
 
     def _open(self, request: Request) -> AbstractContextManager[Any]:
-        room: dict[str, Any] = {self._room_name: self._room(request)}
+        more: dict[str, Any] = {self._room_name: self._room(request)}
+        if self.entry.effort:
+            more["reasoning_effort"] = self.entry.effort
         return self._client.chat.completions.with_streaming_response.create(
             model=self.name,
             messages=self._messages(request),
             stream=True,
             stream_options={"include_usage": True},
-            **room,
+            **more,
         )
 
     def _hear(self, event: dict[str, Any], draft: Draft) -> None:

@@ -18,6 +18,8 @@ from patcher.models import TOKENS_CEILING
 from patcher.models.prices import Price, price, prices
 
 Provider = Literal["anthropic", "openai"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""As both SDKs name it; `none` and `minimal` are OpenAI's alone."""
 
 
 def _own_name(name: str) -> str:
@@ -58,6 +60,11 @@ class ModelEntry(Record):
     """Whether it takes images; None is yes for the provider's own server, no for another."""
     max_output_tokens: int = Field(default=TOKENS_CEILING, ge=1)
     """The most room that the server gives a reply."""
+    effort: Effort | None = None
+    """How much the model is to think; None leaves it to the server, which may not know the word."""
+    prompt_cache: bool | None = None
+    """Whether a server of the Messages API is asked to keep what all prompts begin with for five
+    minutes; None is yes for the provider's own server. Others keep it by themselves, or not."""
 
     @field_validator("base_url")
     @classmethod
@@ -74,6 +81,14 @@ class ModelEntry(Record):
     def _both_prices(self) -> ModelEntry:
         if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
             raise ValueError("give both prices, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _what_the_protocol_has(self) -> ModelEntry:
+        if self.provider == "openai" and self.prompt_cache:
+            raise ValueError("prompt_cache is for provider anthropic: other servers decide it")
+        if self.provider == "anthropic" and self.effort in ("none", "minimal"):
+            raise ValueError(f"anthropic has no effort {self.effort}: low, medium, high, ...")
         return self
 
     @property
@@ -107,6 +122,12 @@ class ModelEntry(Record):
     def own_server(self) -> bool:
         """Whether the provider itself is asked."""
         return self.address == _SERVERS[self.provider][1]
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether its server is asked to keep the heads of prompts."""
+        asked = self.own_server if self.prompt_cache is None else self.prompt_cache
+        return self.provider == "anthropic" and asked
 
     @property
     def sees_images(self) -> bool:

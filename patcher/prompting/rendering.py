@@ -89,6 +89,15 @@ class Prompts:
         self._to_beat = len(known_kernels) if same else 0
         self._known = self._part("known_kernels", kernels=known_kernels, beaten=self._to_beat)
 
+    def head(self, prompt: str) -> int:
+        """Characters at a prompt's beginning that all questions on this op have, or that all but
+        the analyst's have.
+        """
+        task = self._template("task.md.j2")
+        rules = self._template(f"rules_{self.language}.md.j2")
+        heads = (f"{task}\n{rules}", task)
+        return next((len(head) for head in heads if prompt.startswith(head)), 0)
+
     def system(self, role: Role) -> str:
         return self._template("system.md.j2", role=role)
 

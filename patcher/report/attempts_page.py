@@ -49,7 +49,16 @@ def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:
             ]
         )
     head = ["#", "Round", "Pass", "Outcome", "Speedup", "Detail", "Model", "Cost so far", "Files"]
-    return f"# {plain(op)}: candidates\n\n{table(head, rows, 'rr  r  r')}\n"
+    return f"# {plain(op)}: candidates\n\n{table(head, rows, 'rr  r  r')}\n{_tokens(total)}"
+
+
+def _tokens(usage: Usage) -> str:
+    """A line on what went to models and came from them; empty where they count nothing."""
+    if usage.input_tokens is None or usage.output_tokens is None:
+        return ""
+    cached = usage.cached_tokens or 0
+    kept = f", {cached:,} of them read from a provider's cache" if cached else ""
+    return f"\nTokens: {usage.input_tokens:,} in{kept}; {usage.output_tokens:,} out.\n"
 
 
 def _parents(attempt: Attempt) -> str:

@@ -9,6 +9,7 @@ import json
 import struct
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_servers import APIS, KEY, Api, ApiServer, Item, Slept
+from pydantic import ValidationError
 
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Amount, SpendingLimits
 from patcher.models.client import REPHRASED, ModelClient
+from patcher.models.prices import CacheShares
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import TRIES, Clock, alarm
 from patcher.prompting.extract import unusable
@@ -73,6 +76,65 @@ class TestReplies:
         system = seen["system"] if api.name == "anthropic" else seen["messages"][0]["content"]
         assert system == "You write kernels."
         assert seen["max_tokens"] == 4000
+
+    def test_the_head_of_a_prompt_is_kept_and_its_tokens_have_their_price(
+        self, server: ApiServer, run: Run
+    ) -> None:
+        api = APIS["anthropic"]
+
+        def cached(**counts: int) -> Item:
+            item = api.reply()
+            counted = json.dumps({"input_tokens": 300, **counts}).encode()[1:-1]
+            return replace(item, body=item.body.replace(b'"input_tokens": 300', counted))
+
+        asked = request().model_copy(update={"prompt": "h" * 4000 + "rest", "head": 4000})
+        server.script = [
+            cached(cache_creation_input_tokens=1000),
+            cached(cache_read_input_tokens=1000),
+            cached(cache_read_input_tokens=1000),
+        ]
+        model = api.open(server, prompt_cache=True)
+        wrote, read = (model.ask(asked).usage for _ in range(2))
+        for seen in server.seen:
+            head, rest = seen["messages"][-1]["content"]
+            assert head["cache_control"] == {"type": "ephemeral"}
+            assert (head["text"], rest["text"]) == ("h" * 4000, "rest")
+            assert "cache_control" not in rest
+        plain = model.entry.price
+        assert plain is not None
+        assert plain.cache == CacheShares(read=0.1, written=1.25)
+        assert wrote.cost_usd == pytest.approx(plain.cost_usd(300 + 1250, 2000))
+        assert read.cost_usd == pytest.approx(plain.cost_usd(300 + 100, 2000))
+        assert (read.input_tokens, read.cached_tokens) == (1300, 1000)
+        worst = model.worst_cost_usd(asked)
+        assert worst is not None
+        assert worst > plain.cost_usd(model.worst_tokens(asked) - 4000, 4000)
+
+        # who did not ask for a cache pays in full what a server says to have read
+        bare = api.open(server).ask(asked).usage
+        assert bare.cost_usd == pytest.approx(plain.cost_usd(1300, 2000))
+        assert server.seen[-1]["messages"][-1]["content"] == asked.prompt
+
+    def test_a_server_of_its_own_is_not_asked_to_keep_anything(self) -> None:
+        own = ModelEntry(provider="anthropic", model="claude-opus-5-5")
+        assert own.keeps_prompts
+        assert not own.model_copy(update={"base_url": "http://localhost:1"}).keeps_prompts
+        assert not ModelEntry(provider="openai", model="gpt-5.5").keeps_prompts
+        with pytest.raises(ValidationError, match="prompt_cache is for provider anthropic"):
+            ModelEntry(provider="openai", model="gpt-5.5", prompt_cache=True)
+        with pytest.raises(ValidationError, match="anthropic has no effort minimal"):
+            ModelEntry(provider="anthropic", model="claude-opus-5-5", effort="minimal")
+
+    def test_effort_has_the_name_of_each_protocol(self, api: Api, server: ApiServer) -> None:
+        server.script = [api.reply(), api.reply()]
+        api.open(server, effort="xhigh").ask(request())
+        api.open(server).ask(request())
+        said, silent = server.seen
+        if api.name == "anthropic":
+            assert said["output_config"] == {"effort": "xhigh"}
+        else:
+            assert said["reasoning_effort"] == "xhigh"
+        assert not {"output_config", "reasoning_effort"} & set(silent)
 
     def test_a_server_without_usage_is_paid_the_worst_case(
         self, server: ApiServer, run: Run

@@ -62,6 +62,27 @@ def test_a_generation_prompt_holds_the_contract(language: Language) -> None:
         assert "def fused_add_rms_norm(input, residual, weight, epsilon: float) -> None" in text
 
 
+def test_all_prompts_of_an_op_begin_alike() -> None:
+    made = prompts(Language.CPP)
+    wrong = failed("error")
+    right = wrong.model_copy(update={"outcome": Outcome.CORRECT, "geomean_speedup": 1.5})
+    asked = [
+        made.generate(None),
+        made.generate(None, draw=1, extra="# What earlier runs learned\nUse wider loads."),
+        made.repair("int x;", wrong, None),
+        made.diagnose("int x;", wrong),
+        made.optimize("int x;", right, None, (), None),
+        made.combine([("int x;", right), ("int y;", right)], (), None),
+    ]
+    [head] = {prompt[: made.head(prompt)] for prompt in asked}
+    assert "The reference, in PyTorch:" in head
+    assert len(head) > 3000
+    analysts = made.analyse("int x;", right, ())
+    assert 0 < made.head(analysts) < len(head)
+    assert head.startswith(analysts[: made.head(analysts)])
+    assert made.head("Another text of the user's.") == 0
+
+
 def test_templates_are_strict() -> None:
     with pytest.raises(UndefinedError):
         prompts(Language.CPP)._render("generate.md.j2", {})

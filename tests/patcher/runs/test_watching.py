@@ -148,6 +148,10 @@ def test_the_page_of_candidates_links_what_is_there(tmp_path: Path) -> None:
     assert "](http" not in page
     for link in re.findall(r"\]\(([^)]+)\)", page):
         assert (tmp_path / link).exists()
+    assert "Tokens:" not in page
+    counted = Usage(input_tokens=7000, output_tokens=900, cached_tokens=5000)
+    page = attempts_page(OP, [second.model_copy(update={"usage": counted})], tmp_path)
+    assert "Tokens: 7,000 in, 5,000 of them read from a provider's cache; 900 out." in page
 
 
 def test_on_a_terminal_the_table_is_drawn_and_the_cursor_given_back(tmp_path: Path) -> None:
