@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
 from patcher.bench import Record, first_error
 from patcher.models import TOKENS_CEILING, Image, Model, Reply, Request, Role, Usage, sees_images
 from patcher.models.client import ModelClient
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import extract_json, unusable
+from patcher.prompting.extract import extract_json, strict_schema, unusable
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 
@@ -25,6 +25,11 @@ MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000, "diagnose"
 """Room for a reply, thinking included; doubled after a reply that was cut off."""
 AdaptPrompt = Callable[[Role, int, str], str]
 """A user's last word on the prompt of this role in this iteration: what comes back is asked."""
+SCHEMAS: dict[Role, dict[str, JsonValue]] = {
+    "analyse": strict_schema(Recommendation),
+    "diagnose": strict_schema(Diagnosis),
+}
+"""Of advice, for servers that hold a reply to one."""
 RecordT = TypeVar("RecordT", Recommendation, Diagnosis)
 
 
@@ -88,6 +93,7 @@ class Agents:
             head=self._prompts.head(adapted),
             max_tokens=self._room[role],
             images=self._images.get(role, ()),
+            answer_schema=SCHEMAS.get(role),
         )
         if not self._run.done(request.step):
             self._run.write(f"{folder}/{role}.prompt.md", _shown(request))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -94,6 +94,9 @@ class Request(Record):
     head: int = Field(default=0, ge=0)
     """Characters at the beginning of the prompt that later questions begin with, too: a provider
     may keep them in a cache."""
+
+    answer_schema: dict[str, JsonValue] | None = None
+    """JSON schema of the answer, for servers that hold a reply to one; None: any text."""
 
     @property
     def digest(self) -> str:

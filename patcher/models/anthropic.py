@@ -55,9 +55,10 @@ class AnthropicModel(ApiModel):
             content.append({"type": "text", "text": head, "cache_control": kept})
         if rest := request.prompt[len(head) :]:
             content.append({"type": "text", "text": rest})
-        more: dict[str, Any] = {}
-        if self.entry.effort:
-            more["output_config"] = {"effort": self.entry.effort}
+        settings: dict[str, Any] = {"effort": self.entry.effort} if self.entry.effort else {}
+        if schema := self._schema(request):
+            settings["format"] = {"type": "json_schema", "schema": schema}
+        more: dict[str, Any] = {"output_config": settings} if settings else {}
         return self._client.messages.with_streaming_response.create(
             model=self.name,
             max_tokens=self._room(request),

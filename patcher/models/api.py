@@ -51,6 +51,7 @@ class ApiModel(ABC):
         """For prompt and reply together, as its server named it in an earlier run."""
         self.named: NamedLimit | None = None
         """The limit that its server named last."""
+        self._structured = entry.holds_to_schemas
         self._run_dir = run_dir
         self._bounds = Bounds.of(entry.max_output_tokens)
         key = _key(entry)
@@ -134,6 +135,9 @@ class ApiModel(ABC):
             except self._sdk.APIStatusError as error:
                 if words_of(error.body) & FILTERED:
                     return self._refusal(request)
+                if error.status_code == 400 and self._no_schema(request, message_of(error.body)):
+                    self._structured = False  # an older model; nothing was billed for that
+                    continue
                 named = named_limit(message_of(error.body), self._room(request))
                 if error.status_code != 400 or named is None:
                     raise self._told(error) from None
@@ -142,6 +146,15 @@ class ApiModel(ABC):
             return self._once(request)
         except self._sdk.APIStatusError as error:
             raise self._told(error) from None
+
+    def _schema(self, request: Request) -> dict[str, Any] | None:
+        """What the server is asked to hold the reply to."""
+        return request.answer_schema if self._structured else None
+
+    def _no_schema(self, request: Request, message: str) -> bool:
+        """Whether a server refuses for the schema."""
+        words = ("output_config", "output_format", "response_format", "json_schema", "structured")
+        return self._schema(request) is not None and any(word in message for word in words)
 
     def _once(self, request: Request) -> Reply:
         draft = Draft(self.name)

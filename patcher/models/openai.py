@@ -67,6 +67,9 @@ class OpenAIModel(ApiModel):
         more: dict[str, Any] = {self._room_name: self._room(request)}
         if self.entry.effort:
             more["reasoning_effort"] = self.entry.effort
+        if schema := self._schema(request):
+            form = {"name": request.role, "schema": schema, "strict": True}
+            more["response_format"] = {"type": "json_schema", "json_schema": form}
         return self._client.chat.completions.with_streaming_response.create(
             model=self.name,
             messages=self._messages(request),

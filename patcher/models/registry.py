@@ -62,6 +62,8 @@ class ModelEntry(Record):
     """The most room that the server gives a reply."""
     effort: Effort | None = None
     """How much the model is to think; None leaves it to the server, which may not know the word."""
+    structured: bool | None = None
+    """Whether its server can hold a reply to a JSON schema; None is yes for the provider's own."""
     prompt_cache: bool | None = None
     """Whether a server of the Messages API is asked to keep what all prompts begin with for five
     minutes; None is yes for the provider's own server. Others keep it by themselves, or not."""
@@ -122,6 +124,11 @@ class ModelEntry(Record):
     def own_server(self) -> bool:
         """Whether the provider itself is asked."""
         return self.address == _SERVERS[self.provider][1]
+
+    @property
+    def holds_to_schemas(self) -> bool:
+        """Whether it is asked to hold advice to its schema."""
+        return self.own_server if self.structured is None else self.structured
 
     @property
     def keeps_prompts(self) -> bool:

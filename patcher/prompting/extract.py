@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from pydantic import JsonValue
+
 from patcher.attempts import ReplyFailure
 from patcher.bench import Language, Record
 from patcher.models import Reply
@@ -123,3 +125,19 @@ def extract_json(text: str, key: str) -> dict[str, Any] | ReplyFailure:
     if chosen is None:
         return ReplyFailure(kind="no_json", detail=f'the reply holds no JSON object with "{key}"')
     return chosen
+
+
+def strict_schema(record: type[Record]) -> dict[str, JsonValue]:
+    """The JSON schema of a record as both APIs take one for a reply: every field is required, no
+    other is allowed, and nothing is said of lengths and ranges, which are checked afterwards.
+    """
+    properties: dict[str, JsonValue] = {}
+    for name, said in record.model_json_schema()["properties"].items():
+        kinds = [one["type"] for one in said.get("anyOf", [said])]
+        properties[name] = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }

@@ -392,3 +392,23 @@ def test_text_of_the_callers_reaches_the_questions(tmp_path: Path) -> None:
         prompt = (run.path / f"ops/{OP}/{iteration}/{role}.prompt.md").read_text()
         assert f"# Notes\nfor {role} in {iteration}\n" in prompt
     assert len({at for _, at in seen}) == len(found.iterations)
+
+
+def test_questions_say_what_they_begin_with_alike_and_what_advice_looks_like(
+    tmp_path: Path,
+) -> None:
+    class Listening(World):
+        def ask(self, request: Request) -> Reply:
+            asked.append(request)
+            return super().ask(request)
+
+    asked: list[Request] = []
+    world = Listening(seed=3)
+    with Run.create(tmp_path, command="optimize") as run:
+        run_loop(run, load_op(OP), Language.CPP, world, world.judge, 6, "a CPU")
+    heads = {one.role: {o.prompt[: o.head] for o in asked if o.role == one.role} for one in asked}
+    assert {"generate", "analyse"} <= set(heads)
+    assert all(len(found) == 1 and "" not in found for found in heads.values())
+    keys = {one.role: (one.answer_schema or {}).get("required") for one in asked}
+    assert keys["generate"] is None
+    assert keys["analyse"] == ["bottleneck", "change", "expected_speedup"]

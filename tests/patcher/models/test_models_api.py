@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from model_servers import APIS, KEY, Api, ApiServer, Item, Slept
 from pydantic import ValidationError
 
+from patcher.attempts import Recommendation
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import Budget
@@ -27,7 +28,7 @@ from patcher.models.client import REPHRASED, ModelClient
 from patcher.models.prices import CacheShares
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import TRIES, Clock, alarm
-from patcher.prompting.extract import unusable
+from patcher.prompting.extract import strict_schema, unusable
 from patcher.runs.run import Run
 
 STEP = "op/0/ask-generate"
@@ -49,6 +50,12 @@ def ask(run: Run, api: Api, server: ApiServer, slept: Slept, **more: Any) -> Rep
     client = ModelClient(Budget(run, SpendingLimits(usd=5.0)), clock=slept.clock)
     asked = client.ask(api.open(server, **more), request())
     return asked.reply
+
+
+def held_to(seen: dict[str, Any]) -> object:
+    """The schema that a server was asked to hold its reply to."""
+    ours = seen.get("output_config", {}).get("format", {}).get("schema")
+    return ours or seen.get("response_format", {}).get("json_schema", {}).get("schema")
 
 
 def spent(run: Run) -> Amount:
@@ -135,6 +142,30 @@ class TestReplies:
         else:
             assert said["reasoning_effort"] == "xhigh"
         assert not {"output_config", "reasoning_effort"} & set(silent)
+
+    def test_advice_is_held_to_its_schema_where_the_server_can(
+        self, api: Api, server: ApiServer
+    ) -> None:
+        schema = strict_schema(Recommendation)
+        asked = request().model_copy(update={"role": "analyse", "answer_schema": schema})
+        refusal = api.fault("invalid_request_error", "output_config.format / response_format: no")
+        refused = Item(json.dumps(refusal).encode(), 400)
+        server.script = [api.reply(), api.reply(), refused, api.reply(), api.reply()]
+        model = api.open(server, structured=True, effort="low")
+        model.ask(asked)
+        model.ask(request())  # no schema
+        model.ask(asked)  # refused, and asked again without
+        model.ask(asked)
+        assert [held_to(seen) for seen in server.seen] == [schema, None, schema, None, None]
+        last = server.seen[-1]
+        assert "low" in (last.get("reasoning_effort"), last.get("output_config", {}).get("effort"))
+
+        server.script = [api.reply(), Item(json.dumps(refusal).encode(), 400)]
+        unasked = api.open(server)
+        unasked.ask(asked)
+        assert held_to(server.seen[-1]) is None
+        with pytest.raises(UsageError):
+            unasked.ask(asked)
 
     def test_a_server_without_usage_is_paid_the_worst_case(
         self, server: ApiServer, run: Run

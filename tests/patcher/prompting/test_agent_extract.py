@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from patcher.attempts import ReplyFailure
+from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
 from patcher.bench import Language
-from patcher.prompting.extract import blocks, extract_json, extract_source
+from patcher.prompting.extract import blocks, extract_json, extract_source, strict_schema
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))
@@ -109,3 +109,19 @@ def test_the_last_recommendation_counts_and_depth_is_no_harm() -> None:
     text = 'Like {"change": "example"}. So: {"change": "this", "more": {"a": 1}} and {"b": 2}.'
     assert extract_json(text, "change") == {"change": "this", "more": {"a": 1}}
     assert isinstance(extract_json('{"a":' * 100_000, "change"), ReplyFailure)
+
+
+def test_the_schema_of_advice_asks_for_every_field_and_no_other() -> None:
+    assert strict_schema(Recommendation) == {
+        "type": "object",
+        "properties": {
+            "bottleneck": {"type": "string"},
+            "change": {"type": "string"},
+            "expected_speedup": {"type": ["number", "null"]},
+        },
+        "required": ["bottleneck", "change", "expected_speedup"],
+        "additionalProperties": False,
+    }
+    assert strict_schema(Diagnosis)["required"] == [
+        *("critical_issue", "why_it_matters", "minimal_fix"),
+    ]
