@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
+from patcher.bench.ops.arithmetic import names_in
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import SIZED, Contract, Sweep
 from patcher.bench.records import Record, parse_toml, problem
@@ -45,6 +46,8 @@ class Op:
             raise UsageError(
                 f"{folder / 'op.toml'} is not a valid contract: {problem(error)}"
             ) from error
+        if said := unknown_name(self.contract):
+            raise UsageError(f"{folder / 'op.toml'} is not a valid contract: {said}")
 
     @property
     def name(self) -> str:
@@ -165,6 +168,36 @@ class Op:
                 ) from error
             source = folder / f"{self.name}{info.language.traits.suffix}"
             yield info, Candidate.from_file(self.name, source, info.language)
+
+
+def unknown_name(contract: Contract) -> str | None:
+    """What a contract's arithmetic names that has no size, in words; None if all have one."""
+    told = [
+        *((f"a shape of {one.name}", size) for one in contract.tensors for size in one.shape),
+        *(
+            (f"a block of {one.name}", size)
+            for one in contract.tensors
+            for size in one.block
+            if isinstance(size, str)
+        ),
+        ("accuracy.reduction", contract.accuracy.reduction),
+        ("cost.bytes", contract.cost.bytes),
+        ("cost.flops", contract.cost.flops),
+    ]
+    sizes = {f"sweep {one.name}": {one.axis, *one.fixed} for one in contract.sweeps}
+    sizes |= {f"hidden shape {at}": set(one.axes) for at, one in enumerate(contract.hidden, 1)}
+    for what, expression in told:
+        try:
+            names = names_in(expression) - contract.dtypes.keys()
+        except SyntaxError:
+            return f"{what} is no arithmetic: {expression}"
+        for place, axes in sizes.items():
+            if missing := sorted(names - axes):
+                return f"{what} names {missing[0]}, of which {place} has no size"
+    known = set[str]().union(*sizes.values())
+    if strange := sorted(contract.guards.axes.keys() - known):
+        return f"a guard is of {strange[0]}, of which no sweep has a size"
+    return None
 
 
 def sweep_named(contract: Contract, name: str | None) -> Sweep | None:

@@ -151,3 +151,28 @@ def test_a_contracts_terms_do_not_depend_on_its_prose() -> None:
     stricter = contract.model_copy(update={"name": "other"})
     assert contract.same_terms(reworded)
     assert not contract.same_terms(stricter)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('shape = ["tokens", "hidden"]', 'shape = ["tokns", "hidden"]', "a shape of input names"),
+        ('shape = ["hidden"]', 'shape = ["hidden *"]', "a shape of weight is no arithmetic"),
+        ('reduction = "hidden"', 'reduction = "heads"', "accuracy.reduction names heads"),
+        ("multiple_of", "multiple_of", ""),
+        ("{ hidden = { multiple_of", "{ width = { multiple_of", "a guard is of width"),
+        ("{ tokens = 17, hidden =", "{ tokens = 17, width =", "of which hidden shape 2"),
+    ],
+)
+def test_a_contract_that_names_what_has_no_size_is_refused(
+    before: str, after: str, said: str, tmp_path: Path
+) -> None:
+    text = (bench.load_op("rms_norm").folder / "op.toml").read_text(encoding="utf-8")
+    assert before in text
+    (tmp_path / "op.toml").write_text(text.replace(before, after, 1), encoding="utf-8")
+    if not said:
+        assert Op(tmp_path).name == "rms_norm"
+        return
+    with pytest.raises(bench.UsageError, match="is not a valid contract") as raised:
+        Op(tmp_path)
+    assert said in raised.value.message
