@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "torch": (ANY,),
 }
 TITLES = {"vllm": "vLLM", "transformers": "transformers", "torch": "Processes of any engine"}
-ON_GPU = ROOT / "bench" / "results" / "h100-vllm-0.33" / "features.json"
+ON_GPU = ROOT / "bench" / "results" / "h100-vllm-0.33" / "features.json.xz"
 """What `patcher.bench.lab.vllm_features` found on a GPU."""
 NEEDS_GPU = (
     "CUDA graphs: FULL_DECODE_ONLY, breakable",
@@ -82,7 +83,7 @@ def page(record: Record) -> str:
             cells = [_cell(found[name].get(point, {}), versions) for point in points]
             lines.append(_row([name, *cells]))
         lines.append("")
-    lines += [_GPU, *_on_gpu(json.loads(ON_GPU.read_text(encoding="utf-8"))), ""]
+    lines += [_GPU, *_on_gpu(json.loads(lzma.decompress(ON_GPU.read_bytes()))), ""]
     lines.append(_PASSES)
     lines += [f"- `{p.name}`: {_code(p.fusions)}" for p in VLLM.values() if p.fusions]
     return "\n".join([*lines, "", _TAIL, *(f"- {name}" for name in NEEDS_GPU), ""])
