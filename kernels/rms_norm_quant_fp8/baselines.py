@@ -20,7 +20,9 @@ def _eager(
     input: Tensor, weight: Tensor, output: Tensor, scales: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     wide = input.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    # rounded before and after the weight, as vLLM's kernels do and LlamaRMSNorm.forward
+    wide = (wide.to(input.dtype) * weight).to(input.dtype).float()
     groups = wide.unflatten(1, (scales.shape[1], -1))
     factors = (groups.abs().amax(-1) / 448.0).clamp_min(1 / (448.0 * 512.0))
     numbers = (groups / factors.unsqueeze(-1)).clamp(-448.0, 448.0)

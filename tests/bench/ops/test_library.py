@@ -237,6 +237,27 @@ def test_a_norm_that_adds_a_residual_first_is_another_op(template: str) -> None:
         assert contract.matches(name.format(only))
 
 
+def test_a_norm_and_a_quantisation_in_turn_are_what_one_kernel_of_both_does() -> None:
+    op = OPS["rms_norm_quant_fp8"]
+    norm, quantise = (
+        load(str(SOLUTIONS[name, "cpu_torch"][1]), "python", name)
+        for name in ("rms_norm", "quantize_fp8")
+    )
+
+    def apart(
+        input: Tensor, weight: Tensor, output: Tensor, scales: Tensor, epsilon: float
+    ) -> None:
+        normed = torch.empty_like(input)
+        norm(input, weight, normed, epsilon)
+        quantise(normed, output, scales)
+
+    for dtypes in op.contract.dtype_choices():
+        for number, point in enumerate(hidden(op, dtypes)):
+            for regime in regimes_of(op):
+                case = served(op, point, regime, number)
+                assert wrong_with(op, case, apart) is None, case.label()
+
+
 ROUTE = Point(axes={"tokens": 2, "experts": 4, "top_k": 2}, dtypes={"T": "float32", "I": "int32"})
 
 
