@@ -41,9 +41,10 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("decode_attention", "gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode"),
-    *("moe_finalize", "moe_reduce", "moe_route", "moe_topk", "qk_norm_rope", "quantize_fp8"),
-    *("reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
+    *("decode_attention", "gated_delta_decode", "gelu_tanh_and_mul", "gemma_rms_norm", "linear"),
+    *("linear_fp8", "mamba2_decode", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("qk_norm_rope", "quantize_fp8", "reduce_add_rms_norm", "rms_norm", "rms_norm_quant_fp8"),
+    *("rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -176,12 +177,33 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("moe_route", "_topk_forward _sum_bitmatrix_rows _combined_routing_memset"),
         ("moe_route", "_combined_routing_compute_pow2"),
         ("decode_attention", "FlashAttnFwdCombine prepare_varlen_num_blocks"),
+        (
+            "gated_delta_decode",
+            "fused_recurrent_gated_delta_rule_packed_decode_kernel gated_delta_decode_kernel",
+        ),
+        (
+            "gelu_tanh_and_mul",
+            "void vllm::act_and_mul_kernel<c10::BFloat16, "
+            "&(c10::BFloat16 vllm::gelu_tanh_kernel<c10::BFloat16>(c10::BFloat16 const&)), true>",
+        ),
+        ("gelu_tanh_and_mul", "gelu_tanh_and_mul_kernel"),
         ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
         ("mamba2_decode", "_selective_scan_update_kernel"),
         (
             "quantize_fp8",
             "void per_token_group_quant_8bit_kernel<c10::BFloat16, c10::Float8_e4m3fn>",
         ),
+        (
+            "rms_norm_quant_fp8",
+            "void vllm::rms_norm_dynamic_per_token_quant_kernel<c10::BFloat16, "
+            "c10::Float8_e4m3fn, false>",
+        ),
+        (
+            "rms_norm_quant_fp8",
+            "void vllm::rms_norm_per_block_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, "
+            "(bool)0, (bool)1, (int)128>",
+        ),
+        ("rms_norm_quant_fp8", "_helion_rms_norm_per_block_quant rms_norm_quant_fp8_kernel"),
         ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
         ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
         (
@@ -202,6 +224,38 @@ def test_symbols_are_those_of_one_op(name: str, kernels: str) -> None:
     spelled = [kernels] if kernels.startswith("v") else kernels.split()
     for kernel in spelled:
         assert [n for n, op in bench.load_ops().items() if op.contract.matches(kernel)] == [name]
+
+
+@pytest.mark.parametrize("template", ["{}>", "{}, true, 128>", "{}, (bool)1, (int)128>"])
+def test_a_norm_that_adds_a_residual_first_is_another_op(template: str) -> None:
+    contract = OPS["rms_norm_quant_fp8"].contract
+    kernel = "per_block" if "128" in template else "dynamic_per_token"
+    name = f"vllm::rms_norm_{kernel}_quant_kernel<c10::BFloat16, c10::Float8_e4m3fn, {template}"
+    for adds in ("true", "(bool)1"):
+        assert not contract.matches(name.format(adds))
+    for only in ("false", "(bool)0"):
+        assert contract.matches(name.format(only))
+
+
+def test_a_norm_and_a_quantisation_in_turn_are_what_one_kernel_of_both_does() -> None:
+    op = OPS["rms_norm_quant_fp8"]
+    norm, quantise = (
+        load(str(SOLUTIONS[name, "cpu_torch"][1]), "python", name)
+        for name in ("rms_norm", "quantize_fp8")
+    )
+
+    def apart(
+        input: Tensor, weight: Tensor, output: Tensor, scales: Tensor, epsilon: float
+    ) -> None:
+        normed = torch.empty_like(input)
+        norm(input, weight, normed, epsilon)
+        quantise(normed, output, scales)
+
+    for dtypes in op.contract.dtype_choices():
+        for number, point in enumerate(hidden(op, dtypes)):
+            for regime in regimes_of(op):
+                case = served(op, point, regime, number)
+                assert wrong_with(op, case, apart) is None, case.label()
 
 
 ROUTE = Point(axes={"tokens": 2, "experts": 4, "top_k": 2}, dtypes={"T": "float32", "I": "int32"})
@@ -259,6 +313,10 @@ SETTINGS = JudgeSettings(
 WRONG = {
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
+    # what the state held before it decayed
+    "gated_delta_decode": ("(value - (now * k)", "(value - (held.float() * k)"),
+    # the activation by the error function
+    "gelu_tanh_and_mul": ('approximate="tanh"', 'approximate="none"'),
     # the weight is not an offset from one
     "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
     # the last output has another's bias
@@ -289,6 +347,8 @@ WRONG = {
     ),
     # not squared
     "rms_norm": ("wide.pow(2).mean", "wide.abs().mean"),
+    # zeros over a scale of zero
+    "rms_norm_quant_fp8": (".clamp_min(1.0 / (448.0 * 512.0))", ""),
     # turned the other way
     "rope": ("second * cos + first * sin", "second * cos - first * sin"),
     # padding is written to the last place
