@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import re
@@ -192,11 +193,14 @@ class ReceiptWriter:
         self._fixed: list[Receipt] = []
         self._written: dict[Path, Receipt] = {}
         self._failing = self._forked = self._closed = False
+        self._at_end: multiprocessing.util.Finalize | None = None
         self._turns = 0
         """Calls of `write`: a handler's, inside of another, has later counts."""
         self._start()
         _WRITERS.add(self)
         multiprocessing.util.register_after_fork(self, ReceiptWriter._close_in_child)
+        if multiprocessing.parent_process() is not None:
+            self._close_in_child()
 
     def add(self, book: CallCounters, point: str) -> None:
         """Write receipts of these counters from now on."""
@@ -244,6 +248,8 @@ class ReceiptWriter:
             self.write()
             self._closed = True
             atexit.unregister(self.close)
+            if self._at_end is not None:
+                self._at_end.cancel()
             _WRITERS.discard(self)
 
     def begin_again(self) -> None:
@@ -268,7 +274,7 @@ class ReceiptWriter:
     def _close_in_child(self) -> None:
         """Write at the end of a child of multiprocessing, which skips `atexit`."""
         if not self._ended.is_set():
-            multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+            self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def _run(self) -> None:
         while not self._ended.wait(_SECONDS):

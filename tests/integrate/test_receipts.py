@@ -275,3 +275,34 @@ def test_receipts_need_no_clock_that_goes_on(
         monkeypatch.setattr("time.time", lambda now=now: now / 1e9)
         write(tmp_path)
     assert [one.fallbacks for one in read_receipts(tmp_path)] == [{"too wide": 1}] * 3
+
+
+STARTED = """
+    import multiprocessing, sys
+    from pathlib import Path
+
+    def work(folder):
+        from patcher.integrate import CallCounters
+        from patcher.integrate.receipts import ReceiptWriter
+        book = CallCounters("norm", "0" * 64)
+        ReceiptWriter(Path(folder)).add(book, "vllm:add_norm")
+        book.reasons["too wide"] += 1
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context(sys.argv[2]).Process(target=work, args=sys.argv[1:2])
+        child.start()
+        child.join()
+        raise SystemExit(child.exitcode)
+"""
+
+
+@feature("a child of multiprocessing that loads its own model", "right", ANY)
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_the_last_calls_of_a_child_that_is_not_ended_by_python_are_written(
+    tmp_path: Path, way: str
+) -> None:
+    script, folder = tmp_path / "program.py", tmp_path / "receipts"
+    script.write_text(textwrap.dedent(STARTED))
+    subprocess.run([sys.executable, str(script), str(folder), way], check=True, timeout=120)
+    [receipt] = read_receipts(folder)
+    assert receipt.fallbacks == {"too wide": 1}
