@@ -8,6 +8,7 @@ A served engine imports this module, so it uses only torch and the standard libr
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -22,6 +23,9 @@ from patcher.integrate.layers import LayerSurvey
 
 REPLACED = "another module was put in its place later"
 """Why a layer that the patch takes keeps the engine's own code."""
+
+_BOOKS = itertools.count()
+"""Tells apart counters that start at one time of the clock, which may be coarse or stand still."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ class CallCounters:
             digest: the digest of its manifest.
         """
         self.patch_id, self.digest = patch_id, digest
-        self.pid, self.started = os.getpid(), time.time_ns()
+        self.pid, self.started = os.getpid(), time.time_ns() + next(_BOOKS)
         self.cases: list[CallSignature] = []
         self._former: Counter[str] = Counter()
         """Eager calls of signatures that are no longer in `cases`, by label."""
@@ -76,7 +80,7 @@ class CallCounters:
 
     def begin_again(self) -> None:
         """Start at zero in a process that was forked, since its parent counts what was before."""
-        self.pid, self.started = os.getpid(), time.time_ns()
+        self.pid, self.started = os.getpid(), time.time_ns() + next(_BOOKS)
         self.reasons.clear()
         self._former = Counter()
         for case in self.cases:

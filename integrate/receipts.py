@@ -6,7 +6,9 @@ import atexit
 import errno
 import functools
 import hashlib
+import itertools
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import re
@@ -135,12 +137,12 @@ class Receipt(Record):
         return self.model_copy(update=named)
 
     def write(self, path: Path) -> None:
-        """Write the receipt atomically, by rename."""
-        temporary = path.with_name(f".{path.name}.tmp")
+        """Write the receipt atomically, by rename; a signal's handler may do so meanwhile."""
+        temporary = path.with_name(f".{path.name}.{next(_WRITES)}.tmp")
         try:
             temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
             temporary.replace(path)
-        except OSError:
+        except BaseException:  # also what a handler raises
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
@@ -165,7 +167,8 @@ class ReceiptWriter:
 
     A thread writes changed receipts once a second, since engines usually kill their workers. Where
     a volume is full, the receipts are written as soon as it has room: no call fails for that. A
-    process that is forked counts from zero, in receipts of its own.
+    process that is forked counts from zero, in receipts of its own. Handlers of signals may write
+    and close, and may raise.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -189,10 +192,15 @@ class ReceiptWriter:
         self._books: list[tuple[CallCounters, str]] = []
         self._fixed: list[Receipt] = []
         self._written: dict[Path, Receipt] = {}
-        self._failing = self._forked = False
+        self._failing = self._forked = self._closed = False
+        self._at_end: multiprocessing.util.Finalize | None = None
+        self._turns = 0
+        """Calls of `write`: a handler's, inside of another, has later counts."""
         self._start()
         _WRITERS.add(self)
         multiprocessing.util.register_after_fork(self, ReceiptWriter._close_in_child)
+        if multiprocessing.parent_process() is not None:
+            self._close_in_child()
 
     def add(self, book: CallCounters, point: str) -> None:
         """Write receipts of these counters from now on."""
@@ -207,6 +215,8 @@ class ReceiptWriter:
     def write(self) -> None:
         """Write the receipts that have changed; the log says once if they cannot be written."""
         with self._lock:
+            self._turns += 1
+            turn = self._turns
             receipts = [Receipt.of(book, point) for book, point in list(self._books)]
             if self._forked:  # most such processes have nothing to tell
                 receipts = [one for one in receipts if one.calls or one.fallbacks]
@@ -226,20 +236,26 @@ class ReceiptWriter:
                 if self._failing:
                     log.warning("receipts are written to %s again", self._folder)
                 self._failing = False
+            if self._turns != turn:  # older counts may now lie over those that a handler wrote
+                self.write()
 
     def close(self) -> None:
-        """Stop the thread and write a last time; idempotent."""
-        if not self._ended.is_set():
+        """Stop the thread and write a last time; idempotent, and does the rest if interrupted."""
+        if not self._closed:
             self._ended.set()
             if self._thread.ident is not None:
                 self._thread.join()
             self.write()
+            self._closed = True
             atexit.unregister(self.close)
+            if self._at_end is not None:
+                self._at_end.cancel()
             _WRITERS.discard(self)
 
     def begin_again(self) -> None:
         """Go on in a process that was forked."""
         if self._ended.is_set():
+            self._closed = True  # the rest is the parent's
             return
         for book, _ in self._books:
             book.begin_again()
@@ -247,7 +263,7 @@ class ReceiptWriter:
         self._start()
 
     def _start(self) -> None:
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="patcher-receipts", daemon=True)
         try:
             self._thread.start()
@@ -258,7 +274,7 @@ class ReceiptWriter:
     def _close_in_child(self) -> None:
         """Write at the end of a child of multiprocessing, which skips `atexit`."""
         if not self._ended.is_set():
-            multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+            self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def _run(self) -> None:
         while not self._ended.wait(_SECONDS):
@@ -267,6 +283,8 @@ class ReceiptWriter:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full volume, a used up quota and a limit of file sizes say."""
+_WRITES = itertools.count()
+"""Numbers of the files that become receipts."""
 _WRITERS: weakref.WeakSet[ReceiptWriter] = weakref.WeakSet()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError, ValidationInfo, field_validator
@@ -127,29 +131,12 @@ class Store:
             point=target.point,
             op=patch.manifest.op,
         )
-        index = self._index()
-        others = [known for known in index.applied if known.id != entry.id]
-        for known in others:
-            if (known.engine, known.point) == (entry.engine, entry.point):
-                raise UsageError(
-                    f"{known.id} is already applied to {entry.point}",
-                    f"patcher revert {known.id}",
-                )
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.root) as scratch:
-                staged = Path(scratch) / "patch"
-                shutil.copytree(folder, staged, symlinks=True)
-                Patch.load(staged)  # verify the copy, too
-                target_folder = self.root / "patches" / entry.id
-                target_folder.parent.mkdir(exist_ok=True)
-                shutil.rmtree(target_folder, ignore_errors=True)
-                staged.rename(target_folder)
-            self._write(index.model_copy(update={"applied": (*others, entry)}))
+            with self._alone():
+                self._keep(folder, entry)
         except OSError as error:
-            raise UsageError(
-                f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
-            ) from error
+            raise self._unwritable(error) from error
         return entry
 
     def revert(self, patch_id: str) -> bool:
@@ -161,24 +148,11 @@ class Store:
         Raises:
             UsageError: no patch of that id was ever applied, or the store cannot be written.
         """
-        index = self._index()
-        left = tuple(entry for entry in index.applied if entry.id != patch_id)
-        if len(left) == len(index.applied):
-            if patch_id in index.reverted:
-                return False
-            names = ", ".join(entry.id for entry in left) or "none"
-            raise UsageError(
-                f"no patch {patch_id!r} was ever applied here", f"applied patches: {names}"
-            )
-        reverted = tuple(dict.fromkeys((*index.reverted, patch_id)))
         try:
-            self._write(index.model_copy(update={"applied": left, "reverted": reverted}))
+            with self._alone():
+                return self._drop(patch_id)
         except OSError as error:
-            raise UsageError(
-                f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
-            ) from error
-        shutil.rmtree(self.root / "patches" / patch_id, ignore_errors=True)
-        return True
+            raise self._unwritable(error) from error
 
     def load(self, entry: Applied) -> Patch:
         """Load an applied patch.
@@ -193,9 +167,83 @@ class Store:
             )
         return patch
 
+    def _keep(self, folder: Path, entry: Applied) -> None:
+        index = self._index()
+        others = [known for known in index.applied if known.id != entry.id]
+        for known in others:
+            if (known.engine, known.point) == (entry.engine, entry.point):
+                raise UsageError(
+                    f"{known.id} is already applied to {entry.point}",
+                    f"patcher revert {known.id}",
+                )
+        with tempfile.TemporaryDirectory(dir=self.root) as scratch:
+            staged = Path(scratch) / "patch"
+            shutil.copytree(folder, staged, symlinks=True)
+            Patch.load(staged)  # verify the copy, too
+            # all that needs room is written before what is there goes
+            written = _written(
+                index.model_copy(update={"applied": (*others, entry)}), Path(scratch)
+            )
+            target_folder = self.root / "patches" / entry.id
+            target_folder.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target_folder, ignore_errors=True)
+            staged.rename(target_folder)
+            written.replace(self.root / "applied.json")
+
+    def _drop(self, patch_id: str) -> bool:
+        index = self._index()
+        left = tuple(entry for entry in index.applied if entry.id != patch_id)
+        if len(left) == len(index.applied):
+            if patch_id in index.reverted:
+                return False
+            names = ", ".join(entry.id for entry in left) or "none"
+            raise UsageError(
+                f"no patch {patch_id!r} was ever applied here", f"applied patches: {names}"
+            )
+        reverted = tuple(dict.fromkeys((*index.reverted, patch_id)))
+        self._write(index.model_copy(update={"applied": left, "reverted": reverted}))
+        shutil.rmtree(self.root / "patches" / patch_id, ignore_errors=True)
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other process or thread changes the store, and keep them waiting.
+
+        Readers need no lock, since the list is replaced whole. Where the file system has no locks,
+        there is none. A folder that is not there yet has nothing to change.
+        """
+        self.check()
+        if not self.root.exists():
+            yield
+            return
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _unwritable(self, error: OSError) -> UsageError:
+        why = error.strerror
+        if isinstance(error, shutil.Error):  # it holds one (source, target, reason) a file
+            why = str(error.args[0][0][2]).partition(": '")[0]
+        return UsageError(f"cannot write {self.root}: {why}", "set PATCHER_HOME to another folder")
+
     def _write(self, index: _Index) -> None:
-        path = self.root / "applied.json"
-        temporary = path.with_name(".applied.json.tmp")
-        text = json.dumps(index.model_dump(mode="json"), indent=1)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
+        """Replace the list; where that fails, the old one stays and nothing else."""
+        with tempfile.TemporaryDirectory(dir=self.root) as scratch:
+            _written(index, Path(scratch)).replace(self.root / "applied.json")
+
+
+def _written(index: _Index, folder: Path) -> Path:
+    path = folder / "applied.json"
+    path.write_text(json.dumps(index.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems without locks say."""

@@ -203,3 +203,106 @@ def test_without_a_thread_receipts_are_written_at_the_end(
     writer.close()
     [receipt] = read_receipts(tmp_path)
     assert receipt.fallbacks == {"too wide": 3}
+
+
+SIGNALLED = """
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    from patcher.integrate import CallCounters
+    from patcher.integrate.receipts import Receipt, ReceiptWriter
+
+    what, book, write = sys.argv[2], CallCounters("norm", "0" * 64), Receipt.write
+    writer = ReceiptWriter(Path(sys.argv[1]))
+    writer.add(book, "vllm:add_norm")
+    book.reasons["too wide"] += 1
+    in_write, main = threading.Event(), threading.main_thread()
+
+    def close(*_):
+        book.reasons["too wide"] += 1
+        writer.close()
+
+    def leave(*_):
+        sys.exit(3)
+
+    signal.signal(signal.SIGTERM, close if what == "close" else leave)
+
+    def interrupted(receipt, path):
+        if threading.current_thread() is not main:
+            in_write.set()
+            if what == "join":
+                time.sleep(1)
+        elif what != "join" and not in_write.is_set():
+            in_write.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        write(receipt, path)
+
+    Receipt.write = interrupted
+    if what == "join":
+        in_write.wait()
+        book.reasons["too wide"] += 1
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        writer.close()
+    else:
+        writer.write()
+"""
+
+
+@feature("a signal while receipts are written", "right", ANY)
+@pytest.mark.parametrize(
+    ("what", "status", "counted"), [("close", 0, 2), ("leave", 3, 1), ("join", 3, 2)]
+)
+def test_a_signal_while_receipts_are_written_loses_none(
+    tmp_path: Path, what: str, status: int, counted: int
+) -> None:
+    """A handler closes the writer in the midst of a write, or ends the process; or the process is
+    ended while the writer waits for its thread.
+    """
+    folder = tmp_path / "receipts"
+    command = [sys.executable, "-c", textwrap.dedent(SIGNALLED), str(folder), what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (status, "")
+    [receipt] = read_receipts(folder)
+    assert receipt.fallbacks == {"too wide": counted}
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+@feature("a clock that stands still or goes back", "right", ANY)
+def test_receipts_need_no_clock_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for now in (10**18, 10**18, 10**18 - 10**9):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now)
+        monkeypatch.setattr("time.time", lambda now=now: now / 1e9)
+        write(tmp_path)
+    assert [one.fallbacks for one in read_receipts(tmp_path)] == [{"too wide": 1}] * 3
+
+
+STARTED = """
+    import multiprocessing, sys
+    from pathlib import Path
+
+    def work(folder):
+        from patcher.integrate import CallCounters
+        from patcher.integrate.receipts import ReceiptWriter
+        book = CallCounters("norm", "0" * 64)
+        ReceiptWriter(Path(folder)).add(book, "vllm:add_norm")
+        book.reasons["too wide"] += 1
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context(sys.argv[2]).Process(target=work, args=sys.argv[1:2])
+        child.start()
+        child.join()
+        raise SystemExit(child.exitcode)
+"""
+
+
+@feature("a child of multiprocessing that loads its own model", "right", ANY)
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_the_last_calls_of_a_child_that_is_not_ended_by_python_are_written(
+    tmp_path: Path, way: str
+) -> None:
+    script, folder = tmp_path / "program.py", tmp_path / "receipts"
+    script.write_text(textwrap.dedent(STARTED))
+    subprocess.run([sys.executable, str(script), str(folder), way], check=True, timeout=120)
+    [receipt] = read_receipts(folder)
+    assert receipt.fallbacks == {"too wide": 1}
