@@ -165,7 +165,7 @@ class GptOssDecoderLayers(GptOssPoint):
             return "gradients are on"
         compiling = torch.compiler.is_compiling()
         if not (self._tracing if compiling else self._runner == get_ident()):
-            return "a layer is called on its own"
+            return "a layer is called on its own, or by several threads at a time"
         if "hidden_states" in (self._recording() or ()):
             return "hidden states are being recorded"
         if index >= len(body.layers) or body.layers[index] is not layer:

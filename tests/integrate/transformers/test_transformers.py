@@ -249,7 +249,7 @@ def test_what_is_compiled_in_parts_or_watched_runs_the_original(
         assert set(book.fallbacks) == {
             f"{reason}, when it was compiled"
             for reason in (
-                "a layer is called on its own",
+                "a layer is called on its own, or by several threads at a time",
                 "hidden states are being recorded",
                 "a module has hooks",
             )
