@@ -3,8 +3,8 @@ BUNDLE...`, on a GPU host with vLLM.
 
 Each way is a process: stock and patched, with the engine's core in this process, as verdicts have
 it, or in one of its own, as `vllm serve` has it. In each window every step is timed, and of all
-processes CPU time and switches of context are counted. A step whose time is no multiple of the
-kernels', with much CPU time, waits for the host. OUT/host_steps.json has a row a window; a second
+processes CPU time and switches of context are counted. Steps that take longer than their kernels in
+a profile wait for the host. OUT/host_steps.json has a row a window; a second
 call goes on where a first ended.
 """
 
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from patcher.bench import Workload
 from patcher.bench.engines import Decoder
-from patcher.bench.machine.environment import engine_environment
+from patcher.bench.lab.logged import run_logged
 from patcher.bench.sandbox.process_tree import CpuTime, descendants
 from patcher.integrate import Patch, await_engine, patch_environment, unpacked
 
@@ -122,17 +121,7 @@ def start(out: Path, arm: str, core: str, patches: Sequence[Patch]) -> None:
     # functions reach a core in another process by pickle
     variables |= {"PATCHER_STRICT": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     command = [sys.executable, "-P", "-m", __spec__.name, str(result), "--core", core]
-    with (out / f"{name}.log").open("wb") as log:
-        try:
-            subprocess.run(
-                command,
-                env=engine_environment() | variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            log.write(f"\nended after {TIMEOUT_S} s\n".encode())
+    run_logged(command, variables, out / f"{name}.log", TIMEOUT_S)
 
 
 def told(name: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +29,9 @@ from patcher.ab.options import argument
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
+from patcher.bench.lab.logged import run_logged
 from patcher.bench.lab.lora_adapter import RANK, give_adapters
 from patcher.bench.lab.mxfp4_checkpoint import write_checkpoint
-from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import (
     Patch,
     await_engine,
@@ -213,17 +212,7 @@ def start(
     variables |= {"PATCHER_STRICT": "0", **FEATURES[name].variables}
     command = [sys.executable, "-P", "-m", __spec__.name, str(out), "--jobs", str(jobs)]
     command += ["--process", name, arm, *(f"--engine-arg={each}" for each in arguments)]
-    with (folder / "log").open("wb") as log:
-        try:
-            subprocess.run(
-                command,
-                env=engine_environment() | variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            log.write(f"\nended after {TIMEOUT_S} s\n".encode())
+    run_logged(command, variables, folder / "log", TIMEOUT_S)
 
 
 def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> None:

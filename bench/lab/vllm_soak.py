@@ -213,6 +213,7 @@ def started(
     # a process ends with the thread that started it, so that the threads live as long as `kept`
     pool = kept.enter_context(ThreadPoolExecutor(len(sides)))
     stacks = [kept.enter_context(ExitStack()) for _ in sides]
+    # made once, since it imports what two threads must not import at a time
     prompts = ServedPrompts(job.workload)
     servers = [
         pool.submit(SoakedServer, job, side, prompts, stack, lora)

@@ -94,7 +94,6 @@ class Request(Record):
     head: int = Field(default=0, ge=0)
     """Characters at the beginning of the prompt that later questions begin with, too: a provider
     may keep them in a cache."""
-
     answer_schema: dict[str, JsonValue] | None = None
     """JSON schema of the answer, for servers that hold a reply to one; None: any text."""
 
