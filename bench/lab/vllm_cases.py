@@ -6,15 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from patcher.bench import Candidate
+
 
 @dataclass(frozen=True)
 class PointCase:
     """Expected kernel names of one patch point."""
 
-    op: str
-    """Name of the op."""
-    ours: str
-    """Regular expression of the new kernel's name."""
     theirs: str
     """Regular expression of kernels that must disappear. Inductor's rotary embedding has no
     recognisable name."""
@@ -30,26 +28,28 @@ class PointCase:
         return 0 if mode == "eager" and self.graphs_alone else calls
 
 
-CASES = (
-    PointCase(
-        "fused_add_rms_norm",
-        r"^fused_add_rms_norm_kernel",
-        r"^triton_.*fused_add_rms_norm|vllm::fused_add_rms_norm",
-    ),
-    PointCase("rope_kv_update", r"^rope_kv_update_kernel", r"reshape_and_cache_flash", True),
-    PointCase(
-        "moe_route",
-        r"^moe_route_kernel",
-        r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing",
-    ),
-    PointCase("moe_reduce", r"^moe_reduce_kernel", r"^_reduce_grouped"),
-    PointCase("moe_matmul_swiglu", r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
-    PointCase("moe_matmul_down", r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
+CASES = {
+    "fused_add_rms_norm": PointCase(r"^triton_.*fused_add_rms_norm|vllm::fused_add_rms_norm"),
+    "rope_kv_update": PointCase(r"reshape_and_cache_flash", True),
+    "decode_attention": PointCase(r"flash::FlashAttnFwdSm\d+<"),
+    "moe_route": PointCase(r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing"),
+    "moe_reduce": PointCase(r"^_reduce_grouped"),
+    "moe_matmul_swiglu": PointCase(r"^_matmul_ogs_.*_swiglu"),
+    "moe_matmul_down": PointCase(r"^_matmul_ogs_(?!.*_swiglu)"),
     # with a bias, unlike the model's head, which is a matmul of the same library
-    PointCase("linear", r"^linear_kernel", r"^nvjet_.*_bias_"),
+    "linear": PointCase(r"^nvjet_.*_bias_"),
     # replaces moe_reduce, which then has nothing to do
-    PointCase("reduce_add_rms_norm", r"^reduce_add_rms_norm_kernel", r"^_reduce_grouped", True),
-)
+    "reduce_add_rms_norm": PointCase(r"^_reduce_grouped", True),
+}
+"""By op."""
+
+
+def kernel_names(candidate: Candidate) -> str:
+    """A regular expression of the names that a profile gives the kernels of CUDA or Triton."""
+    source = re.sub(r"__(launch_bounds|cluster_dims)__\s*\([^{;]*?\)\s", " ", candidate.source)
+    jitted = re.findall(r"@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)", source)
+    found = jitted or re.findall(r"__global__[^(]*?(\w+)\s*\(", source)
+    return rf"\b(?:{'|'.join(sorted(set(found)))})\b"
 
 
 def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
 
 def counted(
     name: str,
-    case: PointCase,
+    kernels: tuple[str, str],
     stock: dict[str, Any],
     patched: dict[str, Any],
     steps: int,
@@ -72,16 +72,17 @@ def counted(
 
     Args:
         name: label of the checks.
-        case: kernel names of the patch point.
+        kernels: regular expressions of the patch's kernels and of those that must disappear.
         stock: the run without patches.
         patched: the run with the patch.
         steps: number of decode steps.
         expected: calls of the new kernel per step; 0: the engine's own run instead.
     """
     calls = sum(patched["calls"].values()) / steps
-    ours = matching(case.ours, patched["kernels"]) / steps
-    theirs = matching(case.theirs, patched["kernels"]) / steps
-    before = matching(case.theirs, stock["kernels"]) / steps
+    new, old = kernels
+    ours = matching(new, patched["kernels"]) / steps
+    theirs = matching(old, patched["kernels"]) / steps
+    before = matching(old, stock["kernels"]) / steps
     fallbacks = patched["fallbacks"]
     if not expected:
         return [

@@ -1,4 +1,4 @@
-"""Test vLLM's patch points on a GPU: `python -m patcher.bench.lab.vllm_points OUT`.
+"""Test vLLM's patch points on a GPU: `python -m patcher.bench.lab.vllm_points OUT [BUNDLE...]`.
 
 For each point and mode it checks:
 
@@ -8,30 +8,34 @@ For each point and mode it checks:
 - a worker that was restarted;
 - A/A: the dispatcher with the engine's own kernel.
 
-All points are patched together, since a start of vLLM takes most of a minute; `--ops` selects
-fewer. Each run is a process and writes a file to OUT, which a second call reuses. `summary.json` is
-written at the end. `--jobs 3` runs three processes at once, each with a share of the GPU's memory.
-Only A/A is timed, and it runs alone.
+All patches are in together, since a start of vLLM takes most of a minute. Without a BUNDLE they are
+made of the ops' Triton kernels, judged here; `--ops` selects fewer. Each run is a process and
+writes a file to OUT, which a second call reuses. `summary.json` is written at the end. `--jobs 3`
+runs three processes at once, each with its part of `--memory-share`. Only A/A is timed, and it runs
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, load_op, preset
-from patcher.bench.lab.vllm_cases import CASES, PointCase, check, counted, of_patch
+from patcher.bench.lab.vllm_cases import CASES, check, counted, kernel_names, of_patch
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
-from patcher.integrate import Patch, patch_environment, read_receipts
+from patcher.integrate import Patch, patch_environment, read_receipts, unpacked
+from patcher.integrate.patch import MANIFEST
 
 MODES = ("full", "piecewise", "eager")
 MODEL = "gpt-oss-20b"
@@ -40,8 +44,7 @@ OWN_ROUNDS = 3
 """Pairs of processes of the A/A comparison, with alternating order of arms."""
 MEMORY_SHARE = 0.8
 """Share of the GPU's memory for all concurrent processes together."""
-KNOWN = tuple(case.op for case in CASES)
-TOGETHER = tuple(op for op in KNOWN if op != "reduce_add_rms_norm")
+TOGETHER = tuple(op for op in CASES if op != "reduce_add_rms_norm")
 """Ops that can be patched together; `reduce_add_rms_norm` would leave `moe_reduce` unused."""
 WINDOWS = 8
 """Windows of an A/A process; the first is left out."""
@@ -50,12 +53,13 @@ WINDOWS = 8
 def main() -> int:
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.vllm_points")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--ops", default=",".join(TOGETHER), help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("bundles", type=Path, nargs="*", help="patches as they are")
+    parser.add_argument("--ops", default=",".join(TOGETHER), help=f"of {', '.join(CASES)}")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--judge-only", action="store_true", help="create the bundles only")
+    parser.add_argument("--memory-share", type=float, default=MEMORY_SHARE, help="of the GPU's")
     parser.add_argument("--no-own", action="store_true", help="skip the A/A comparison")
     arguments = parser.parse_args()
     workload = Workload(
@@ -67,17 +71,20 @@ def main() -> int:
         input_len=128,
         output_len=256,
     )
-    proof = PointProof(arguments.out, workload, arguments.steps, arguments.jobs)
-    cases = [case for case in CASES if case.op in arguments.ops.split(",")]
+    proof = PointProof(
+        arguments.out, workload, arguments.steps, arguments.jobs, arguments.memory_share
+    )
     checks: list[dict[str, Any]] = []
     try:
-        if arguments.judge_only:
-            for case in cases:
-                print(case.op, proof.bundle(case).manifest.id, flush=True)
-            return 0
-        checks += proof.prove(cases, arguments.modes.split(","))
-        if any(case.op == "moe_reduce" for case in cases) and not arguments.no_own:
-            checks += proof.own("full")
+        with ExitStack() as kept:
+            if arguments.bundles:
+                given = [Patch.load(kept.enter_context(unpacked(at))) for at in arguments.bundles]
+                patches = {patch.manifest.op: patch for patch in given}
+            else:
+                patches = proof.made(arguments.ops.split(","), checks)
+            checks += proof.prove(patches, arguments.modes.split(","))
+            if "moe_reduce" in patches and not arguments.no_own:
+                checks += proof.own("full")
     except PatcherError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -91,32 +98,42 @@ def main() -> int:
 class PointProof:
     """Performs the runs, with one file each, and evaluates them."""
 
-    def __init__(self, out: Path, workload: Workload, steps: int, jobs: int = 1) -> None:
+    def __init__(
+        self, out: Path, workload: Workload, steps: int, jobs: int, memory_share: float
+    ) -> None:
         self.out, self.workload, self.steps, self.jobs = out, workload, steps, jobs
+        self.memory_share = memory_share
         self.layers = preset(workload.model).layers
         out.mkdir(parents=True, exist_ok=True)
 
-    def prove(self, cases: list[PointCase], modes: list[str]) -> list[dict[str, Any]]:
-        """Run all checks of these points, which are patched together.
-
-        A point whose kernel the judge does not accept is a failed check and is left out.
+    def made(self, ops: Sequence[str], checks: list[dict[str, Any]]) -> dict[str, Patch]:
+        """Patches of the ops' Triton kernels; one that the judge does not accept is a failed check
+        and is left out.
 
         Raises:
-            PatcherError: a run failed, or no point has a kernel.
+            PatcherError: none is left.
+        """
+        patches = {}
+        for op in ops:
+            try:
+                patches[op] = self.bundle(op)
+            except PatcherError as error:
+                checks.append(check(f"{op}: there is a patch", False, error.message))
+        if not patches:
+            raise PatcherError(f"there is no patch for any point: {checks[-1]['seen']}")
+        return patches
+
+    def prove(self, patches: Mapping[str, Patch], modes: list[str]) -> list[dict[str, Any]]:
+        """Run all checks of these patches, by op, which are in together.
+
+        Raises:
+            PatcherError: a run failed.
         """
         checks = []
-        patches: dict[str, Patch] = {}
-        narrow: dict[str, Patch] = {}
-        for case in cases:
-            try:
-                whole, few = self.bundle(case), self.bundle(case, widest=1)
-            except PatcherError as error:
-                checks.append(check(f"{case.op}: there is a patch", False, error.message))
-            else:
-                patches[case.op], narrow[case.op] = whole, few
-        cases = [case for case in cases if case.op in narrow]
-        if not cases:
-            raise PatcherError(f"there is no patch for any point: {checks[-1]['seen']}")
+        narrow = {
+            op: narrowed(patch, self.out / "bundles" / f"{op}-narrow", 1)
+            for op, patch in patches.items()
+        }
         name, mode = "+".join(patches), modes[0]
         self.together(
             *(partial(self.run, f"stock-{each}", each, profile=True) for each in modes),
@@ -132,12 +149,12 @@ class PointProof:
         for mode in modes:
             stock = self.run(f"stock-{mode}", mode, profile=True)
             patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
-            for case in cases:
-                counts = of_patch(patched, patches[case.op].manifest.id)
-                label = f"{case.op}, {mode}"
-                each = patches[case.op].calls_per_layer(patches.values()) or 0
-                expected = case.calls_in(mode, each * self.layers)
-                checks += counted(label, case, stock, counts, self.steps, expected)
+            for op, patch in patches.items():
+                counts = of_patch(patched, patch.manifest.id)
+                each = patch.calls_per_layer(patches.values()) or 0
+                expected = CASES[op].calls_in(mode, each * self.layers)
+                names = (kernel_names(patch.candidate()), CASES[op].theirs)
+                checks += counted(f"{op}, {mode}", names, stock, counts, self.steps, expected)
         mode = modes[0]
         refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
         receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
@@ -185,28 +202,21 @@ class PointProof:
         seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"
         return [check(f"A/A, {mode}: less than the noise", abs(gain) < noise, seen)]
 
-    def bundle(self, case: PointCase, widest: int | None = None) -> Patch:
-        """Evaluate the shipped Triton kernel and package it as a patch.
-
-        Args:
-            case: the patch point.
-            widest: most tokens that the patch's guards accept; None: no limit.
+    def bundle(self, name: str) -> Patch:
+        """Evaluate the shipped Triton kernel of an op and package it as a patch.
 
         Raises:
             PatcherError: the kernel did not pass.
         """
-        folder = self.out / "bundles" / f"{case.op}{'' if widest is None else '-narrow'}"
+        folder = self.out / "bundles" / name
         if folder.is_dir():
             return Patch.load(folder)
-        op = load_op(case.op)
-        evaluation = self.judged(op)
-        if widest is not None:
-            op = narrowed(op, widest)
+        op = load_op(name)
         return Patch.create(
             folder,
             op,
             shipped(op),
-            evaluation,
+            self.judged(op),
             engine="vllm",
             made_by="patcher.bench.lab.vllm_points",
         )
@@ -258,7 +268,7 @@ class PointProof:
             "windows": windows,
             "own": own,
             "engines": engines,
-            "memory_share": MEMORY_SHARE / (1 if own else self.jobs),
+            "memory_share": self.memory_share / (1 if own else self.jobs),
         }
         command = [sys.executable, "-P", "-m", "patcher.integrate.vllm.run", json.dumps(plan)]
         environment = nsys_environment() if profile else engine_environment()
@@ -305,15 +315,16 @@ def shipped(op: Op) -> Candidate:
     raise PatcherError(f"{op.name} has no Triton kernel in its folder")
 
 
-def narrowed(op: Op, widest: int) -> Op:
-    """The op with a contract for at most `widest` tokens."""
-    copy = Op(op.folder)
-    guards = op.contract.guards
+def narrowed(patch: Patch, folder: Path, widest: int) -> Patch:
+    """A copy of a patch, whose guards take at most `widest` tokens."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(patch.folder, folder)
+    guards = patch.manifest.guards
     axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}
-    copy.contract = op.contract.model_copy(
-        update={"guards": guards.model_copy(update={"axes": axes})}
-    )
-    return copy
+    fewer = {"guards": guards.model_copy(update={"axes": axes})}
+    text = patch.manifest.model_copy(update=fewer).model_dump_json(indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    return Patch.load(folder)
 
 
 if __name__ == "__main__":

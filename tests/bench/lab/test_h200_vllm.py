@@ -21,7 +21,7 @@ from patcher.bench import UsageError, content
 from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import PairKind
 from patcher.bench.lab.verdict_table import read, table
-from patcher.bench.lab.vllm_points import KNOWN
+from patcher.bench.lab.vllm_cases import CASES
 from patcher.bench.stats.comparison import Comparison
 from patcher.integrate import Patch, unpacked
 
@@ -169,7 +169,7 @@ def test_the_script_of_the_session_says_what_the_commands_take(tmp_path: Path) -
         assert again[again.index("--tuned") + 1] == str(verdicts / "stock.json")
     [points] = [words for words in said if words[1] != "patcher"]
     said.remove(points)
-    assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)
+    assert set(points[points.index("--ops") + 1].split(",")) <= set(CASES)
     assert {words[2] for words in said} == {"evaluate", "bundle", "throughput", "profile"}
     command_of = [words[2 : 3 + (words[2] == "throughput")] for words in said]
     help_of = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ from vllm_sample import (
 )
 
 from patcher import bench
-from patcher.integrate import Patch, Store
+from patcher.integrate import Patch, Store, unpacked
 from patcher.integrate.points import find_point
 from patcher.integrate.source_record import Reading, SourceRecord
 from patcher.integrate.vllm import sources
@@ -44,6 +45,11 @@ from patcher.integrate.vllm.roles import experts_sum
 __all__ = ("config",)  # a fixture of tests here
 
 ROOT = Path(__file__).resolve().parents[3]
+SOURCES = sorted(
+    file
+    for kind in ("cuda", "triton")
+    for file in (ROOT / "kernels").glob(f"*/solutions/{kind}_*/*.[cp][uy]")
+)
 
 
 without_vllm = pytest.mark.skipif(installed() is not None, reason="vLLM is installed")
@@ -92,46 +98,66 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
     profile = json.loads(bench.content(ROOT / "bench/results/h200-profile/vllm-decode.json.xz"))
     kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
     steps, layers = profile["steps"], profile["layers"]
-    for case in CASES:
+    for op, case in CASES.items():
         [a_layer] = (
             point.calls_per_layer
-            for point in bench.load_op(case.op).contract.patch_points
+            for point in bench.load_op(op).contract.patch_points
             if point.engine == "vllm" and point.calls_per_layer
         )
-        launches = {"moe_route": 4}.get(case.op, a_layer) * layers
-        assert matching(case.theirs, kernels) / steps == launches, case.op
-        assert matching(case.ours, kernels) == 0
-        ours = f"{case.op}_kernel"
+        launches = {"moe_route": 4}.get(op, a_layer) * layers
+        assert matching(case.theirs, kernels) / steps == launches, op
+        ours = f"{op}_kernel"
+        names = (rf"^{ours}", case.theirs)
         rest = {n: c for n, c in kernels.items() if not matching(case.theirs, {n: c})}
         calls = a_layer * layers * steps
         patched = {"kernels": {**rest, ours: calls}, "calls": {"a": calls}, "fallbacks": {}}
-        given = counted(case.op, case, {"kernels": kernels}, patched, steps, a_layer * layers)
+        given = counted(op, names, {"kernels": kernels}, patched, steps, a_layer * layers)
         assert all(check["passed"] for check in given)
         # neither half-replaced, nor more launches than calls
         for wrong in ({**kernels, ours: calls}, {**rest, ours: calls + steps}):
             given = counted(
-                *(case.op, case, {"kernels": kernels}),
+                *(op, names, {"kernels": kernels}),
                 *({**patched, "kernels": wrong}, steps, a_layer * layers),
             )
             assert [check["passed"] for check in given].count(False) == 1
         # an eager engine never calls what is found in compiled graphs
         asked = case.calls_in("eager", a_layer)
-        assert asked == (0 if case.op in ("rope_kv_update", "reduce_add_rms_norm") else a_layer)
+        assert asked == (0 if op in ("rope_kv_update", "reduce_add_rms_norm") else a_layer)
         idle = {"kernels": kernels, "calls": {}, "fallbacks": {"outside": 9}}
-        told = counted(case.op, case, {"kernels": kernels}, idle, steps, 0)
+        told = counted(op, names, {"kernels": kernels}, idle, steps, 0)
         assert all(check["passed"] for check in told)
-        told = counted(case.op, case, {"kernels": kernels}, patched, steps, 0)
+        told = counted(op, names, {"kernels": kernels}, patched, steps, 0)
         assert not any(check["passed"] for check in told)
 
 
-def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
+@pytest.mark.parametrize("source", SOURCES, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_the_kernels_of_a_source_are_those_that_it_marks(source: Path) -> None:
+    from patcher.bench.lab.vllm_cases import kernel_names, matching
+
+    text = source.read_text()
+    language = "triton" if source.suffix == ".py" else "cuda"
+    names = kernel_names(bench.Candidate(op=source.stem, language=language, source=text))
+    found = names.removeprefix(r"\b(?:").removesuffix(r")\b").split("|")
+    marked = text.count("@triton.jit" if language == "triton" else "__global__")
+    assert len(found) == marked or language == "cuda" and len(found) < marked  # overloads
+    assert all(re.search(rf"\b{name}\b\s*[(<\[,;]", text) for name in found)
+    assert matching(names, {f"void (anonymous namespace)::{found[0]}<float, 2>(int)": 3}) == 3
+    assert matching(names, {f"un{found[0]}": 3, f"{found[0]}s": 3}) == 0
+
+
+def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
     from patcher.bench.lab.vllm_points import narrowed, shipped
 
-    op = narrowed(OP, 1)
-    assert op.contract.guards.axes["tokens"].maximum == 1
-    assert op.contract.guards.axes["hidden"] == OP.contract.guards.axes["hidden"]
-    assert "tokens" not in OP.contract.guards.axes
-    assert shipped(op).op == OP.name
+    with unpacked(ROOT / "bench/results/h200-vllm/bundles/together/linear-cuda-a8e2f6de.zip") as folder:
+        patch = Patch.load(folder)
+        for _ in range(2):  # again in the place of the first
+            few = narrowed(patch, tmp_path / "few", 1)
+            assert few.manifest.guards.axes["tokens"].maximum == 1
+            axes = {**few.manifest.guards.axes, "tokens": patch.manifest.guards.axes["tokens"]}
+            guards = few.manifest.guards.model_copy(update={"axes": axes})
+            assert few.manifest.model_copy(update={"guards": guards}) == patch.manifest
+            assert few.candidate() == patch.candidate()
+    assert shipped(OP).op == OP.name
 
 
 # ---- from here on: the real vLLM
