@@ -226,7 +226,9 @@ def execute(
         )
         folder = run.path / made.folder
         measured = run.step(
-            "measure", lambda: compare_patch(job, folder, Timeline(report)), Measurement
+            "measure",
+            lambda: compare_patch(job, folder, Timeline(report), run.path),
+            Measurement,
         )
         evaluation = run.load(f"{op_name}/{search.best_iteration}/evaluate", Evaluation)
         reconciliation = run.step(

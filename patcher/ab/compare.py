@@ -30,19 +30,27 @@ RESULT: TypeAdapter[tuple[Measurement, ...]] = TypeAdapter(tuple[Measurement, ..
 """The result file of the measuring process."""
 
 
-def compare_patch(job: ABJob, patch_folder: Path, progress: ABProgress) -> Measurement:
+def compare_patch(
+    job: ABJob, patch_folder: Path, progress: ABProgress, keep: Path | None = None
+) -> Measurement:
     """Compare one patch; see `compare_patches`."""
-    [measurement] = compare_patches(job, [patch_folder], progress)
+    [measurement] = compare_patches(job, [patch_folder], progress, keep)
     return measurement
 
 
 def compare_patches(
-    job: ABJob, patch_folders: Sequence[Path], progress: ABProgress
+    job: ABJob,
+    patch_folders: Sequence[Path],
+    progress: ABProgress,
+    keep: Path | None = None,
 ) -> tuple[Measurement, ...]:
     """Compare the model with these patches, all installed together, with the unpatched model.
 
     Both arms run in one process without API keys (`patcher.ab.one_process`), or in separate
     processes (`ABJob.process_pairs`). An interrupt kills the whole process group.
+
+    Args:
+        keep: with process pairs, where those that were measured are kept until all have been.
 
     Returns:
         The measurement of each patch, with its own receipts.
@@ -56,7 +64,7 @@ def compare_patches(
     if job.process_pairs:
         from patcher.ab.session import compare_in_pairs
 
-        return compare_in_pairs(job, patches, progress)
+        return compare_in_pairs(job, patches, progress, keep)
     with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from patcher.bench import Record, VerificationError
+from patcher.bench import Record, UsageError, VerificationError
 
 RecordOfFile = TypeVar("RecordOfFile", bound=Record)
 
@@ -28,3 +32,23 @@ def write_record(path: Path, record: Record) -> None:
     half = path.with_suffix(".part")
     half.write_text(record.model_dump_json(), encoding="utf-8")
     half.replace(path)
+
+
+@contextmanager
+def kept_until_done(folder: Path) -> Iterator[Path]:
+    """A folder for what takes long to measure: it stays after an error, so that the same command
+    goes on, and is removed at the end.
+
+    Raises:
+        UsageError: another process measures the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when its holder dies
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another process measures the same, in {folder}", "wait until it has ended"
+            ) from error
+        yield folder
+        shutil.rmtree(folder)

@@ -10,8 +10,10 @@ Logits are saved beside it until quality is known.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from patcher.ab.arm_process import ArmProcess
@@ -28,6 +30,7 @@ from patcher.ab.measurement import Measurement
 from patcher.ab.other_windows import OtherWindows, peak_memory, planned
 from patcher.ab.quality_check import QualityCheck, Tokens, identical
 from patcher.ab.receipt_counts import called_between, merged
+from patcher.ab.record_files import kept_until_done
 from patcher.bench import UsageError, Window
 from patcher.bench.ab.block_session import BlockSession, OpenBlock
 from patcher.bench.ab.blocks import (
@@ -51,10 +54,14 @@ PATCHED = "patched"
 
 
 def compare_in_pairs(
-    job: ABJob, patches: Sequence[Patch], progress: ABProgress
+    job: ABJob, patches: Sequence[Patch], progress: ABProgress, keep: Path | None = None
 ) -> tuple[Measurement, ...]:
     """Measure one set of patches in process pairs: best stock configuration, A/B with control,
     quality, revert.
+
+    Args:
+        keep: None, or a folder for a folder of the process pairs that were measured; after a stop
+            the same call goes on with the next. It is removed at the end.
 
     Returns:
         The measurement of each patch, with its own receipts; the patches are installed together.
@@ -65,8 +72,10 @@ def compare_in_pairs(
         PatcherError: a process died, an engine gave unexpected tokens, or no pair was usable.
     """
     plan = _plan(job, shared=False)
-    with tempfile.TemporaryDirectory(prefix="patcher-blocks-") as folder:
-        found = _compare(job, {PATCHED: patches}, Path(folder), plan, progress)
+    with _blocks_folder(job, patches, keep) as folder:
+        if keep is not None:
+            progress(ABPhase.READY, f"each process pair is kept in {folder}", 0, 1)
+        found = _compare(job, {PATCHED: patches}, folder, plan, progress)
     assert found is not None, "one process at a time always fits"
     return found[PATCHED]
 
@@ -94,6 +103,20 @@ def compare_sets(
         for patch in patches:
             patch.verify_target()
     return _compare(job, sets, folder, _plan(job, shared=True), progress)
+
+
+@contextmanager
+def _blocks_folder(job: ABJob, patches: Sequence[Patch], keep: Path | None) -> Iterator[Path]:
+    """A folder for the blocks of this job with these patches, on this machine."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="patcher-blocks-") as folder:
+            yield Path(folder)
+        return
+    here = fingerprint(job.workload.device, job.workload.threads)
+    known = [job.model_dump_json(), here, *sorted(patch.digest for patch in patches)]
+    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
+    with kept_until_done(keep / f"compare-{digest}") as folder:
+        yield folder
 
 
 def _plan(job: ABJob, shared: bool) -> ABPlan:

@@ -27,12 +27,14 @@ def compare_and_decide(
     progress: ABProgress,
     before: Profile | None = None,
     after: Profile | None = None,
+    keep: Path | None = None,
 ) -> ABResult:
     """Measure bundles, all installed together, and decide on each by its own evidence.
 
     Args:
         before: a profile of the stock engine.
         after: a profile of the patched one, which shows how often a kernel is launched.
+        keep: as `compare_patches`.
 
     Raises:
         UsageError: two bundles have the same patch point, or one occurs twice.
@@ -40,7 +42,7 @@ def compare_and_decide(
     """
     patches = [Patch.load(folder) for folder in patch_folders]
     refuse_one_point_twice(patches)
-    measured = compare_patches(job, patch_folders, progress)
+    measured = compare_patches(job, patch_folders, progress, keep)
     return result_of(patches, measured, before, after)
 
 

@@ -167,6 +167,6 @@ def throughput(
     with ExitStack() as stack:
         folders = [stack.enter_context(open_bundle(one)).folder for one in as_paths(patches)]
         report = stack.enter_context(progress_bar(progress))
-        found = compare_and_decide(job, folders, Timeline(report))
+        found = compare_and_decide(job, folders, Timeline(report), keep=resolve({}).runs_dir)
     fields: dict[str, Any] = dict(found)
     return ThroughputResult.model_construct(found.model_fields_set, **fields)

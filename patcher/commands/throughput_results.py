@@ -73,7 +73,7 @@ class ThroughputCommand:
             bundles = [stack.enter_context(unpacked(file)) for file in files]
             with self.output.progress() as bar:
                 timeline = Timeline(bar)
-                result = compare_and_decide(job, bundles, timeline, before, after)
+                result = compare_and_decide(job, bundles, timeline, before, after, runs_dir())
             took_s = timeline.took_s()
             when = {"command": self.command, "created": _now(), "took_s": took_s}
             result = result.model_copy(update=when)

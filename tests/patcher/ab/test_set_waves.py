@@ -4,6 +4,7 @@ for the processes, and once with real ones.
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +25,7 @@ from patcher.ab.job import ABJob
 from patcher.ab.launcher import with_cache_size
 from patcher.ab.measurement import Measurement
 from patcher.ab.receipt_counts import called_between
-from patcher.ab.session import PatchSession, compare_sets
+from patcher.ab.session import PATCHED, PatchSession, compare_in_pairs, compare_sets
 from patcher.ab.set_search import SetSearch, combination_of, find_best_set
 from patcher.bench import Language, Shape
 from patcher.bench.ab.blocks import BASELINE, CONTROL
@@ -258,6 +259,49 @@ def test_a_killed_command_goes_on_after_the_last_whole_block(
         file.unlink()
     assert measure(bundles, tmp_path).best == found.best
     assert not third.names
+
+
+def test_a_killed_comparison_goes_on_after_the_last_whole_pair(
+    machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = Patch.load(bundles[0])
+    told: list[str] = []
+
+    def compare(job: ABJob = JOB) -> tuple[Measurement, ...]:
+        return compare_in_pairs(job, [norm], lambda _, said, *__: told.append(said), tmp_path)
+
+    machine.gains[PATCHED] = 2.0
+    machine.ends_at = 110
+    with pytest.raises(KeyboardInterrupt):
+        compare()
+    [folder] = tmp_path.iterdir()
+    assert any(str(folder) in said for said in told)
+    kept = {file.name: file.read_bytes() for file in folder.glob("wave-*.json")}
+    assert len(kept) >= 2  # the control, and a pair
+    again = scripted(bundles)
+    again.gains[PATCHED] = 2.0
+    use(monkeypatch, again)
+    with (
+        (folder / "lock").open() as lock,
+        pytest.raises(bench.UsageError, match="another process"),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compare()
+    assert not again.names
+    # other pairs of the same patch begin anew
+    with pytest.raises(KeyboardInterrupt):
+        again.ends_at = 1
+        compare(JOB.model_copy(update={"pairs_each": 10}))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert {f.name: f.read_bytes() for f in folder.glob("wave-*.json")} == kept
+    third = scripted(bundles)
+    third.gains[PATCHED] = 2.0
+    use(monkeypatch, third)
+    [found] = compare()
+    assert found.throughput.comparison.process_pairs == 3
+    assert third.names.count(PATCHED) < 3
+    assert CONTROL not in third.names
+    assert not folder.exists()
 
 
 def test_a_damaged_block_and_one_of_elsewhere_are_told(
