@@ -71,6 +71,8 @@ class VllmEngine:
         """
         # with one process, nsys and NVTX ranges cover the whole engine
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
+        if not one_process:  # functions reach the core by pickle, from this process alone
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         try:
             vllm: Any = importlib.import_module("vllm")
         except ImportError as error:

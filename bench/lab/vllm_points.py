@@ -299,7 +299,10 @@ class PointProof:
         """Environment variables that enable patches, from a separate store for each run."""
         if not patches:
             return {"PATCHER_PATCHES": "off"}
-        on = patch_environment(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
+        home, receipts = (self.out / f"{name}.{kind}" for kind in ("home", "receipts"))
+        for left in (home, receipts):  # of a run that was cut off
+            shutil.rmtree(left, ignore_errors=True)
+        on = patch_environment(patches, home, receipts)
         return on | {"PATCHER_STRICT": "0"}  # a patch that a mode leaves idle is a failed check
 
 

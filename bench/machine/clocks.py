@@ -116,6 +116,11 @@ class ClockMonitor:
                 self._nvml.nvmlShutdown()
             self._handle = None
 
+    @property
+    def gpu(self) -> str:
+        """Its UUID; empty where there is none, or before the monitor began."""
+        return self._uuid or ""
+
     def sample(self) -> ClockSample:
         """Read the clocks now."""
         if self._handle is None or self._dead:

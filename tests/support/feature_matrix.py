@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import lzma
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,14 @@ def _on_gpu(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         idle: dict[str, list[str]] = {}
         for patch, told in each["patches"].items():
             if "; 0 calls;" in told:
-                why = told.split("; 0 calls;")[0].removeprefix("falls back; ").rstrip("; ")
-                layers, _, reason = why.partition("; ")
-                reason = reason.partition(": ")[2] if "layers" in layers else layers
-                idle.setdefault(reason or "outside compiled graphs", []).append(patch.split("-")[0])
+                layers, _, fell = told.partition("; 0 calls; fell back ")
+                # by layers that refused, else by the first reason of a call
+                layers = layers.removeprefix("falls back; ")
+                if "layers" in layers:
+                    layers = layers.partition("; ")[2]
+                reason = (layers or fell).partition(";")[0]
+                reason = re.sub(r"^\d+: ", "", reason)
+                idle.setdefault(reason, []).append(patch.split("-")[0])
         said = "; ".join(f"{_code(ops)}: {why}" for why, ops in idle.items())
         outcome = each["why"] if each["outcome"] == NOT_TRIED else each["outcome"]
         yield _row([name, outcome, said or "none"])

@@ -139,7 +139,7 @@ def test_the_kernels_of_a_source_are_those_that_it_marks(source: Path) -> None:
     names = kernel_names(bench.Candidate(op=source.stem, language=language, source=text))
     found = names.removeprefix(r"\b(?:").removesuffix(r")\b").split("|")
     marked = text.count("@triton.jit" if language == "triton" else "__global__")
-    assert len(found) == marked or language == "cuda" and len(found) < marked  # overloads
+    assert len(found) == marked or (language == "cuda" and len(found) < marked)  # overloads
     assert all(re.search(rf"\b{name}\b\s*[(<\[,;]", text) for name in found)
     assert matching(names, {f"void (anonymous namespace)::{found[0]}<float, 2>(int)": 3}) == 3
     assert matching(names, {f"un{found[0]}": 3, f"{found[0]}s": 3}) == 0
@@ -148,7 +148,8 @@ def test_the_kernels_of_a_source_are_those_that_it_marks(source: Path) -> None:
 def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
     from patcher.bench.lab.vllm_points import narrowed, shipped
 
-    with unpacked(ROOT / "bench/results/h200-vllm/bundles/together/linear-cuda-a8e2f6de.zip") as folder:
+    bundles = ROOT / "bench/results/h200-vllm/bundles/together"
+    with unpacked(bundles / "linear-cuda-a8e2f6de.zip") as folder:
         patch = Patch.load(folder)
         for _ in range(2):  # again in the place of the first
             few = narrowed(patch, tmp_path / "few", 1)
