@@ -7,6 +7,8 @@ folder, so that the same command goes on after a stop, or with more pairs.
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -94,15 +96,17 @@ def compare_served(
     progress(ABPhase.READY, f"each process is kept in {folder}", 0, 2 * job.process_pairs)
     processes = []
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
+        machine = hashlib.sha256(f"{platform.node()} {clocks.gpu}".encode()).hexdigest()[:12]
+        _forget_halves(folder, machine, job.process_pairs)
         for index, (number, arm) in enumerate(arm_orders(job.process_pairs)):
-            path = folder / f"pair-{number}-{arm}.json"
+            path = _path(folder, number, arm)
             if not path.is_file():
                 which = ARMS.index(arm)
                 taking = Taking(job, header, sides[which], installed[which], clocks, progress)
                 # one client measures both sides
-                write_record(path, taking.process(number, arm, index, sides[0].python))
-            hint = f"remove {path} to measure it again"
-            processes.append(read_record(path, ServedProcess, hint))
+                taken = taking.process(number, arm, index, sides[0].python)
+                write_record(path, taken.model_copy(update={"machine": machine}))
+            processes.append(_read(path))
         described = clocks.description
     return ServedResult(
         header=header,
@@ -112,6 +116,22 @@ def compare_served(
         environment=describe(job.workload.device, job.workload.threads, described),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _path(folder: Path, number: int, arm: Arm) -> Path:
+    return folder / f"pair-{number}-{arm}.json"
+
+
+def _read(path: Path) -> ServedProcess:
+    return read_record(path, ServedProcess, f"remove {path} to measure it again")
+
+
+def _forget_halves(folder: Path, machine: str, pairs: int) -> None:
+    """Remove what was measured on another machine of a pair that is not complete."""
+    for number in range(pairs):
+        found = [path for arm in ARMS if (path := _path(folder, number, arm)).is_file()]
+        if len(found) == 1 and _read(found[0]).machine != machine:
+            found[0].unlink()
 
 
 def refuse_many_points(points: Sequence[ServedPoint]) -> None:

@@ -119,6 +119,8 @@ class ServedProcess(Record):
     """Runs that were taken again."""
     receipts: tuple[Receipt, ...]
     """Calls by patch since the warm-up."""
+    machine: str = ""
+    """Digest of the host and its GPU: both processes of a pair are of one. Empty in older files."""
 
 
 class ServedFigures(Record):

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import random
 import re
 import socket
@@ -101,6 +102,32 @@ def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> 
     assert str(Path.home()) not in result.model_dump_json()
     assert "openai_server.py --port PORT --first-ms 4" in served_markdown(result)
     assert served_lines(result)
+
+
+def test_both_processes_of_a_pair_are_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compared(pairs: int) -> list[str]:
+        job = replace(JOB, process_pairs=pairs, points=POINTS[:1])
+        result = compare_served(job, (SLOW, FAST), tmp_path, silent)
+        return [one.machine for one in result.processes]
+
+    here = compared(1)
+    assert here[0] == here[1] != ""
+    [folder] = tmp_path.glob("served-*")
+    whole = {path: path.read_bytes() for path in folder.glob("pair-0-*")}
+    (half,) = compared(2)[2:3]
+    assert half == here[0]
+    (folder / "pair-1-baseline.json").unlink()
+    left = (folder / "pair-1-patched.json").read_bytes()
+    assert compared(2) == here * 2
+    assert (folder / "pair-1-patched.json").read_bytes() == left
+    (folder / "pair-1-baseline.json").unlink()
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    there = compared(2)
+    assert there[:2] == here
+    assert there[2] == there[3] != here[0]
+    assert {path: path.read_bytes() for path in whole} == whole
 
 
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
