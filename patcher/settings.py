@@ -18,6 +18,8 @@ from patcher.models.registry import ModelEntry, Name
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
+OFF = "off"
+"""In place of an adviser's model: nobody advises."""
 
 
 class Settings(Record):
@@ -27,9 +29,9 @@ class Settings(Record):
     model: str = Field("anthropic", min_length=1)
     """The generation agent: see `patcher.models.PROVIDERS`."""
     analyst: str | None = Field(None, min_length=1)
-    """The performance-analysis agent; None is the same model."""
+    """The performance-analysis agent; None is the same model, `off` nobody."""
     diagnoser: str | None = Field(None, min_length=1)
-    """Who judges failures before a repair; None is the same model."""
+    """Who judges failures before a repair; None is the same model, `off` nobody."""
     iterations: int = Field(8, ge=1, le=1000)
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)

@@ -49,6 +49,7 @@ class Agents:
     """The models behind the loop on one op, by role.
 
     Args:
+        models: of the roles that are asked; an adviser may be left out.
         pictures: PNG files of the run that go to an analyst that sees.
     """
 
@@ -62,7 +63,7 @@ class Agents:
         pictures: Sequence[str] = (),
     ) -> None:
         self._images: dict[Role, tuple[Image, ...]] = {}
-        if sees_images(models["analyse"]):
+        if "analyse" in models and sees_images(models["analyse"]):
             self._images["analyse"] = tuple(Image.of(run.path, file) for file in pictures)
         self._run = run
         self._prompts = prompts
@@ -107,6 +108,8 @@ class Agents:
 
     def recommend(self, iteration: int, prompt: str) -> Advice:
         """The analyst's one recommendation."""
+        if "analyse" not in self._models:
+            return Advice()
         reply = self.ask(iteration, "analyse", prompt)
         found = _read(reply, Recommendation, "change", "recommendation")
         if isinstance(found, ReplyFailure):
@@ -115,6 +118,8 @@ class Agents:
 
     def diagnose(self, iteration: int, prompt: str) -> Advice:
         """The one critical issue of a candidate that failed."""
+        if "diagnose" not in self._models:
+            return Advice()
         try:
             reply = self.ask(iteration, "diagnose", prompt)
         except RecordingEndedError as error:

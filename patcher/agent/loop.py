@@ -9,7 +9,7 @@ recommendation. What is asked together is a round, which a strategy decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from patcher.agent.agents import AdaptPrompt, Agents
@@ -61,6 +61,7 @@ def run_loop(
     *,
     analyst: Model | None = None,
     diagnoser: Model | None = None,
+    without: Collection[Role] = (),
     strategy: Strategy | None = None,
     rules: StopRules | None = None,
     sweep: Sweep | None = None,
@@ -84,6 +85,7 @@ def run_loop(
         device: what the agents should know of the hardware, in words.
         analyst: the model that analyses; None is `model`.
         diagnoser: the model that judges failures; None is `model`.
+        without: advisers that nobody is.
         strategy: decides what to ask next; None is iterative refinement.
         rules: when to leave the op before its iterations are used.
         sweep: the timed points; None is the op's first for the language's kind of device.
@@ -116,6 +118,7 @@ def run_loop(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
+    models = {role: each for role, each in models.items() if role not in without}
     tell = _ProgressReporter(op.name, iterations, budget, on_event)
     history = LoopHistory()
     agents = Agents(run, prompts, models, ModelClient(budget, say=say), adapt, pictures)

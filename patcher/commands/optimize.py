@@ -45,10 +45,10 @@ def optimize(
     language: Annotated[Language, typer.Option(help="The language of the kernel.")] = Language.CPP,
     model: ModelSpec = None,
     analyst: Annotated[
-        str | None, typer.Option(help="Another model for the analysis agent.")
+        str | None, typer.Option(help="Another model for the analysis agent, or off.")
     ] = None,
     diagnoser: Annotated[
-        str | None, typer.Option(help="Another model for the diagnosis of failures.")
+        str | None, typer.Option(help="Another model for the diagnosis of failures, or off.")
     ] = None,
     strategy: Strategy = "refine",
     width: Width = None,

@@ -15,7 +15,7 @@ from patcher.models.prices import old_prices
 from patcher.models.registry import ModelEntry, entry_of
 from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
-from patcher.settings import Settings
+from patcher.settings import OFF, Settings
 
 LATER_PROMPT = 2.0
 """A later prompt is about so many times as long as the first: it holds a kernel and its timings
@@ -120,14 +120,15 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
     """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
     dearer one counts."""
     writer = _entry(settings.model, settings)
-    advisers: dict[Role, _Source] = {
-        "analyse": _entry(settings.analyst or settings.model, settings),
-        "diagnose": _entry(settings.diagnoser or settings.model, settings),
+    named: dict[Role, str] = {
+        "analyse": settings.analyst or settings.model,
+        "diagnose": settings.diagnoser or settings.model,
     }
+    advisers = {role: _entry(name, settings) for role, name in named.items() if name != OFF}
     expected, worst = list[_Call](), list[_Call]()
     for iteration in range(settings.iterations):
         characters = first * (LATER_PROMPT if iteration else 1.0)
-        if iteration:
+        if iteration and advisers:
             advice = [_question(entry, role, characters) for role, entry in advisers.items()]
             usual = max([usual for usual, _ in advice], key=_dearness)
             longest = max([longest for _, longest in advice], key=_dearness)

@@ -19,14 +19,18 @@ from patcher.judges import LOCAL, open_judges
 from patcher.judges.languages import judge_device_kind, judge_hardware, require_here
 from patcher.judges.same_device import require_same_device
 from patcher.kernel_search.context import RunContext
-from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
+from patcher.models import PROMPT_TOKENS, Model, Role, open_model, sees_images
 from patcher.plan import DEMO
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
 from patcher.report.raster import to_png
 from patcher.runs.run import Run
-from patcher.settings import resolve
+from patcher.settings import OFF, resolve
 from patcher.strategies.search import Search
+
+
+ADVISERS: dict[str, Role] = {"analyst": "analyse", "diagnoser": "diagnose"}
+"""By the setting that names the model."""
 
 
 class ProfilePicture(Record):
@@ -75,13 +79,17 @@ def search_kernel(
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
     models = {
-        role: resolve_model(settings[role], run.path) if settings.get(role) else None
-        for role in ("analyst", "diagnoser")
+        role: resolve_model(settings[role], run.path)
+        if settings.get(role) not in (None, OFF)
+        else None
+        for role in ADVISERS
     }
+    without = {asked for role, asked in ADVISERS.items() if settings.get(role) == OFF}
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
     model = resolve_model(settings["model"], run.path)
     pictures: tuple[str, ...] = ()
-    if profile is not None and sees_images(models["analyst"] or model):
+    seen = "analyse" not in without and sees_images(models["analyst"] or model)
+    if profile is not None and seen:
         drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
         pictures = (drawn.file,) if drawn.file else ()
         if not drawn.file:
@@ -110,6 +118,7 @@ def search_kernel(
             hardware.words,
             analyst=models["analyst"],
             diagnoser=models["diagnoser"],
+            without=without,
             strategy=search.open(),
             rules=StopRules(
                 **rules,
@@ -154,8 +163,8 @@ def require_models(settings: Mapping[str, Any]) -> None:
         MissingError: no API key.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        for role in ("model", "analyst", "diagnoser"):
-            if settings.get(role):
+        for role in ("model", *ADVISERS):
+            if settings.get(role) and not (role in ADVISERS and settings[role] == OFF):
                 resolve_model(settings[role], Path(scratch))
 
 

@@ -297,6 +297,25 @@ def test_two_agents(op: Op, run: Run, tmp_path: Path) -> None:
     assert found.best_iteration == 2
 
 
+def test_an_adviser_that_is_off_is_not_asked(op: Op, run: Run, tmp_path: Path) -> None:
+    alone = [line for line in STORY if line[0].endswith("generate")]
+    judge = Judge(STORY_VERDICTS)
+    model = recording(tmp_path, alone)
+    without = ("analyse", "diagnose")
+    found = run_loop(run, op, Language.CPP, model, judge, 4, DEVICE, without=without)
+    assert judge.seen == ["typo", "fixed", "vector", "prefetch"]
+    assert found.best_iteration == 2
+    assert found.usage.output_tokens == 4 * 50
+    assert all(one.recommendation is one.diagnosis is None for one in found.iterations)
+    assert all(one.analysis_failure is None for one in found.iterations)
+    folder = run.path / "ops" / OP
+    assert not list(folder.rglob("analyse.*"))
+    assert not list(folder.rglob("diagnose.*"))
+    # what failed, and what was measured, is told all the same
+    assert "expected ';' before '}' token" in (folder / "1/generate.prompt.md").read_text()
+    assert "// vector" in (folder / "3/generate.prompt.md").read_text()
+
+
 def test_answers_from_outside(op: Op, tmp_path: Path) -> None:
     judge = Judge(STORY_VERDICTS)
     model = ExchangeModel(tmp_path / "letters")
