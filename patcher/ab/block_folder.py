@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
+from patcher.ab.job import ABJob
 from patcher.ab.quality_check import Tokens
-from patcher.ab.record_files import RecordOfFile, read_record, write_record
+from patcher.ab.record_files import RecordOfFile, kept_until_done, read_record, write_record
 from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
 from patcher.bench.ab.blocks import Block
 from patcher.bench.ab.engine_config import Tuning
-from patcher.integrate import Receipt
+from patcher.bench.machine.environment import fingerprint
+from patcher.integrate import Patch, Receipt
 
 
 class BlocksHeader(Record):
@@ -119,3 +123,17 @@ class BlockFolder:
     @property
     def _hint(self) -> str:
         return f"remove {self.path} to measure again"
+
+
+@contextmanager
+def blocks_folder(job: ABJob, patches: Sequence[Patch], keep: Path | None) -> Iterator[Path]:
+    """A folder for the blocks of this job with these patches, on this machine."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="patcher-blocks-") as folder:
+            yield Path(folder)
+        return
+    here = fingerprint(job.workload.device, job.workload.threads)
+    known = [job.model_dump_json(), here, *sorted(patch.digest for patch in patches)]
+    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
+    with kept_until_done(keep / f"compare-{digest}") as folder:
+        yield folder

@@ -10,14 +10,17 @@ Logits are saved beside it until quality is known.
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from patcher.ab.arm_process import ArmProcess
-from patcher.ab.block_folder import BlockFolder, BlockRecord, BlocksHeader, BlocksQuality
+from patcher.ab.block_folder import (
+    BlockFolder,
+    BlockRecord,
+    BlocksHeader,
+    BlocksQuality,
+    blocks_folder,
+)
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import (
     STAGGER_S,
@@ -30,7 +33,6 @@ from patcher.ab.measurement import Measurement
 from patcher.ab.other_windows import OtherWindows, peak_memory, planned
 from patcher.ab.quality_check import QualityCheck, Tokens, identical
 from patcher.ab.receipt_counts import called_between, merged
-from patcher.ab.record_files import kept_until_done
 from patcher.bench import UsageError, Window
 from patcher.bench.ab.block_session import BlockSession, OpenBlock
 from patcher.bench.ab.blocks import (
@@ -72,7 +74,7 @@ def compare_in_pairs(
         PatcherError: a process died, an engine gave unexpected tokens, or no pair was usable.
     """
     plan = _plan(job, shared=False)
-    with _blocks_folder(job, patches, keep) as folder:
+    with blocks_folder(job, patches, keep) as folder:
         if keep is not None:
             progress(ABPhase.READY, f"each process pair is kept in {folder}", 0, 1)
         found = _compare(job, {PATCHED: patches}, folder, plan, progress)
@@ -103,20 +105,6 @@ def compare_sets(
         for patch in patches:
             patch.verify_target()
     return _compare(job, sets, folder, _plan(job, shared=True), progress)
-
-
-@contextmanager
-def _blocks_folder(job: ABJob, patches: Sequence[Patch], keep: Path | None) -> Iterator[Path]:
-    """A folder for the blocks of this job with these patches, on this machine."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="patcher-blocks-") as folder:
-            yield Path(folder)
-        return
-    here = fingerprint(job.workload.device, job.workload.threads)
-    known = [job.model_dump_json(), here, *sorted(patch.digest for patch in patches)]
-    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
-    with kept_until_done(keep / f"compare-{digest}") as folder:
-        yield folder
 
 
 def _plan(job: ABJob, shared: bool) -> ABPlan:

@@ -113,12 +113,9 @@ def run_loop(
     prompts = Prompts(
         op, language, device, points, tokens=prompt_tokens, known_kernels=known_kernels
     )
-    models: dict[Role, Model] = {
-        "generate": model,
-        "analyse": analyst or model,
-        "diagnose": diagnoser or model,
-    }
-    models = {role: each for role, each in models.items() if role not in without}
+    models: dict[Role, Model] = {"generate": model}
+    advisers: dict[Role, Model] = {"analyse": analyst or model, "diagnose": diagnoser or model}
+    models |= {role: each for role, each in advisers.items() if role not in without}
     tell = _ProgressReporter(op.name, iterations, budget, on_event)
     history = LoopHistory()
     agents = Agents(run, prompts, models, ModelClient(budget, say=say), adapt, pictures)

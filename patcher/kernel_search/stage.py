@@ -28,7 +28,6 @@ from patcher.runs.run import Run
 from patcher.settings import OFF, resolve
 from patcher.strategies.search import Search
 
-
 ADVISERS: dict[str, Role] = {"analyst": "analyse", "diagnoser": "diagnose"}
 """By the setting that names the model."""
 

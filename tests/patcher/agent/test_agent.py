@@ -301,8 +301,9 @@ def test_an_adviser_that_is_off_is_not_asked(op: Op, run: Run, tmp_path: Path) -
     alone = [line for line in STORY if line[0].endswith("generate")]
     judge = Judge(STORY_VERDICTS)
     model = recording(tmp_path, alone)
-    without = ("analyse", "diagnose")
-    found = run_loop(run, op, Language.CPP, model, judge, 4, DEVICE, without=without)
+    found = run_loop(
+        run, op, Language.CPP, model, judge, 4, DEVICE, without=("analyse", "diagnose")
+    )
     assert judge.seen == ["typo", "fixed", "vector", "prefetch"]
     assert found.best_iteration == 2
     assert found.usage.output_tokens == 4 * 50
