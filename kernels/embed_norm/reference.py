@@ -1,0 +1,34 @@
+"""embed_norm in plain PyTorch: the float64 reference and the control that must fail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference(
+    ids: Tensor, table: Tensor, weight: Tensor, residual: Tensor, output: Tensor, epsilon: float
+) -> dict[str, Tensor]:
+    """float64 values of what the contract says is written.
+
+    Args:
+        ids: [tokens], integers.
+        table: [vocab, hidden], any float dtype.
+        weight: [hidden], any float dtype.
+        residual, output: [tokens, hidden], not read.
+        epsilon: added to the mean square.
+    """
+    rows = table[ids.long()].double()
+    scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + epsilon)
+    return {"residual": rows, "output": rows * scale * weight.double()}
+
+
+def control(
+    ids: Tensor, table: Tensor, weight: Tensor, residual: Tensor, output: Tensor, epsilon: float
+) -> dict[str, Tensor]:
+    """`reference` with every intermediate of the norm in bfloat16."""
+    rows = table[ids.long()]
+    narrow = rows.to(torch.bfloat16)
+    scale = torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + epsilon)
+    found = narrow * scale * weight.to(torch.bfloat16)
+    return {"residual": rows, "output": found.to(output.dtype)}
