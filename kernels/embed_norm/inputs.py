@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-REGIMES = ("normal", "spikes", "ramp", "faint", "ends", "shared")
+REGIMES = ("normal", "spikes", "ramp", "faint", "ends")
 """`normal` is timed."""
 
 
-class Point(Protocol):
-    @property
-    def axes(self) -> dict[str, int]: ...
-    @property
-    def dtypes(self) -> dict[str, str]: ...
-
-
-def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
-    """All tensors of the contract on the generator's device in the point's dtypes.
+def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
+    """All tensors of the contract in the point's dtypes.
 
     Raises:
         ValueError: unknown regime.
@@ -44,8 +37,6 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             table = table * 1e-4
         case "ends":  # the first and the last row of the table
             ids = torch.where(ids % 2 == 0, 0, vocab - 1)
-        case "shared":
-            ids = ids[:1].expand(tokens).clone()
         case _:
             raise ValueError(f"unknown regime {regime!r}")
     return {

@@ -9,14 +9,8 @@ from torch import Tensor
 def reference(
     ids: Tensor, table: Tensor, weight: Tensor, residual: Tensor, output: Tensor, epsilon: float
 ) -> dict[str, Tensor]:
-    """float64 values of what the contract says is written.
-
-    Args:
-        ids: [tokens], integers.
-        table: [vocab, hidden], any float dtype.
-        weight: [hidden], any float dtype.
-        residual, output: [tokens, hidden], not read.
-        epsilon: added to the mean square.
+    """float64 values of residual and output, [tokens, hidden], of ids [tokens], table [vocab,
+    hidden] and weight [hidden]; epsilon is added to the mean square.
     """
     rows = table[ids.long()].double()
     scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + epsilon)

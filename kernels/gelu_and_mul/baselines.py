@@ -1,8 +1,7 @@
 """Baselines: the engines' own kernels, torch.compile, and transformers' eager code.
 
-A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
-reason if the baseline does not run on this machine. A baseline writes in place, or returns
-(output,) as an engine's functional code does, without a copy.
+A factory raises ImportError with the reason where the baseline does not run. A baseline writes in
+place, or returns (output,) as an engine's functional code does, without a copy.
 """
 
 from __future__ import annotations
@@ -31,20 +30,8 @@ def compiled(device: str) -> Baseline:
     return compiled
 
 
-def torchs(device: str) -> Baseline:
-    def run(gate: Tensor, up: Tensor, output: Tensor) -> tuple[Tensor]:
-        # as transformers has it: the activation is rounded before it is multiplied
-        return (torch.nn.functional.gelu(gate) * up,)
-
-    return run
-
-
 def _joined(gate: Tensor, up: Tensor) -> Tensor:
-    """The tensor [tokens, 2 * intermediate] whose halves these are.
-
-    Raises:
-        ImportError: they are not: the engines' kernels take one tensor, and a copy would be timed.
-    """
+    """The tensor whose halves these are; the engines' kernels take it, and a copy would be timed."""
     rows, inner = gate.shape
     begins = gate.data_ptr() + inner * gate.element_size() == up.data_ptr()
     if not begins or gate.stride() != (2 * inner, 1) or up.stride() != (2 * inner, 1):
@@ -77,9 +64,8 @@ def flashinfer(device: str) -> Baseline:
 BASELINES: dict[str, Callable[[str], Baseline]] = {
     "flashinfer": flashinfer,
     "vllm": vllm,
-    "torch": torchs,
     "torch.compile": compiled,
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""The baseline whose error against float64 is the yardstick of a candidate's error."""
+"""The yardstick of a candidate's error."""

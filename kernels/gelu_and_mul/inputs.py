@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,7 @@ REGIMES = ("normal", "large", "small", "one-sided", "ramp", "zeros")
 """`normal` is timed; the others test what a kernel may take for granted."""
 
 
-class Point(Protocol):
-    @property
-    def axes(self) -> dict[str, int]: ...
-    @property
-    def dtypes(self) -> dict[str, str]: ...
-
-
-def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
+def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
     """`{"gate", "up", "output"}` on the generator's device in the dtype of the point.
 
     Raises:

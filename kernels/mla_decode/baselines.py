@@ -1,8 +1,8 @@
-"""Baselines: the backends of vLLM 0.33.0 (v1/attention/backends/mla), torch.compile, eager.
+"""Baselines: FlashAttention as vLLM calls it, torch.compile, eager.
 
-A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
-reason if the baseline does not run on this machine. A baseline returns (out,). flashinfer's
-BatchMLAPagedAttentionWrapper is none: it plans a call on the host, from the lengths.
+A factory raises ImportError with the reason where the baseline does not run. A baseline returns
+(out,). flashinfer's BatchMLAPagedAttentionWrapper is none: it plans a call on the host, from the
+lengths.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Baseline = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Any]
+Baseline = Callable[..., Any]
 
 
-def _eager(
-    query: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, scale: float
-) -> tuple[Tensor]:
+def _eager(*given: Any) -> tuple[Tensor]:
+    query, cache, block_table, lengths, out, scale = given
     rows = cache[block_table.long().clamp_min(0)].flatten(1, 2)
     there = torch.arange(rows.shape[1], device=query.device) < lengths.unsqueeze(1)
     # rows of other places may be anything, NaN included
@@ -39,15 +38,15 @@ def compiled(device: str) -> Baseline:
 
 
 def vllm(device: str) -> Baseline:
-    """FlashAttnMLAImpl.forward_mqa, vLLM's first choice on Hopper."""
+    """vLLM 0.33.0, FlashAttnMLAImpl.forward_mqa: its first choice on Hopper, before FlashMLA."""
     if device != "cuda":
         raise ImportError("FlashAttention needs a CUDA device")
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    def run(
-        query: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, scale: float
-    ) -> tuple[Tensor]:
-        _narrow(query)
+    def run(*given: Any) -> tuple[Tensor]:
+        query, cache, block_table, lengths, out, scale = given
+        if query.dtype is torch.float32:
+            raise ImportError("FlashAttention has no float32")
         latent, rows = out.shape[2], cache.unsqueeze(2)
         found: Tensor = flash_attn_varlen_func(
             q=query[..., latent:],
@@ -68,43 +67,10 @@ def vllm(device: str) -> Baseline:
     return run
 
 
-def flashmla(device: str) -> Baseline:
-    """FlashMLAImpl.forward_mqa; an engine schedules once a step, this once a call."""
-    if device != "cuda":
-        raise ImportError("FlashMLA needs a CUDA device")
-    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
-
-    def run(
-        query: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, scale: float
-    ) -> tuple[Tensor]:
-        _narrow(query)
-        if out.shape[2] != 512 or cache.shape[1:] != (64, 576):
-            raise ImportError("FlashMLA has 512 and 64 numbers, in blocks of 64")
-        found, _ = flash_mla_with_kvcache(
-            q=query.unsqueeze(1),
-            k_cache=cache.unsqueeze(2),
-            block_table=block_table,
-            cache_seqlens=lengths,
-            head_dim_v=512,
-            tile_scheduler_metadata=get_mla_metadata()[0],
-            softmax_scale=scale,
-            causal=True,
-        )
-        return (found.squeeze(1),)
-
-    return run
-
-
-def _narrow(query: Tensor) -> None:
-    if query.dtype is torch.float32:
-        raise ImportError("the engine's kernel has no float32")
-
-
 BASELINES: dict[str, Callable[[str], Baseline]] = {
     "vllm": vllm,
-    "flashmla": flashmla,
     "torch.compile": compiled,
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""The baseline whose error against float64 is the yardstick of a candidate's error."""
+"""The yardstick of a candidate's error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,8 @@ REGIMES = ("normal", "short", "ends", "shared", "peaked", "rotated")
 are enough."""
 
 
-class Point(Protocol):
-    @property
-    def axes(self) -> dict[str, int]: ...
-    @property
-    def dtypes(self) -> dict[str, str]: ...
-
-
-def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
-    """All tensors of the contract on the generator's device in the point's dtypes.
+def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
+    """All tensors of the contract in the point's dtypes.
 
     Raises:
         ValueError: unknown regime.
@@ -33,7 +26,6 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     wide, most = latent + axes["rope"], pages * size
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
-        """Numbers from `low` to `high`."""
         return torch.randint(low, high + 1, shape, generator=generator, device=device)
 
     query = torch.randn(tokens, axes["heads"], wide, generator=generator, device=device)

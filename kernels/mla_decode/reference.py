@@ -26,13 +26,8 @@ def attend(
     latent: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[tokens, heads, latent] in a dtype.
-
-    Args:
-        query: [tokens, heads, latent + rope].
-        cache: [blocks, block_size, latent + rope].
-        block_table: [tokens, pages], integers.
-        lengths: [tokens], integers.
+    """[tokens, heads, latent] in a dtype, of query [tokens, heads, latent + rope], cache [blocks,
+    block_size, latent + rope], block_table [tokens, pages] and lengths [tokens].
     """
     found = query.new_zeros((*query.shape[:2], latent), dtype=dtype)
     for token, length in enumerate(lengths.tolist()):
