@@ -31,7 +31,7 @@ def compiled(device: str) -> Baseline:
 
 
 def _joined(gate: Tensor, up: Tensor) -> Tensor:
-    """The tensor whose halves these are; the engines' kernels take it, and a copy would be timed."""
+    """The tensor whose halves these are: the engines' kernels take it, and a copy costs time."""
     rows, inner = gate.shape
     begins = gate.data_ptr() + inner * gate.element_size() == up.data_ptr()
     if not begins or gate.stride() != (2 * inner, 1) or up.stride() != (2 * inner, 1):
