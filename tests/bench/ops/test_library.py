@@ -41,8 +41,9 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("decode_attention", "gated_delta_decode", "gelu_tanh_and_mul", "gemma_rms_norm", "linear"),
-    *("linear_fp8", "mamba2_decode", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
+    *("gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode", "mla_decode"),
+    *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("qk_norm_rope", "quantize_fp8", "reduce_add_rms_norm", "rms_norm", "rms_norm_quant_fp8"),
     *("rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
 )
@@ -187,6 +188,15 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
             "&(c10::BFloat16 vllm::gelu_tanh_kernel<c10::BFloat16>(c10::BFloat16 const&)), true>",
         ),
         ("gelu_tanh_and_mul", "gelu_tanh_and_mul_kernel"),
+        (
+            "gelu_and_mul",
+            "void vllm::act_and_mul_kernel<c10::Half, __half2, "
+            "&(c10::Half vllm::gelu_kernel<c10::Half>(c10::Half const&, float)), true>",
+        ),
+        ("embed_norm", "embed_norm_kernel"),
+        ("mla_decode", "sm90::decode::dense::flash_fwd_splitkv_mla_kernel<Traits>"),
+        ("mla_decode", "BatchMLAPageAttentionHopperKernel flash_fwd_mla_combine_kernel"),
+        ("moe_experts_fp8_block", "moe_experts_fp8_block_kernel"),
         ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
         ("mamba2_decode", "_selective_scan_update_kernel"),
         (
@@ -315,10 +325,18 @@ WRONG = {
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
     # what the state held before it decayed
     "gated_delta_decode": ("(value - (now * k)", "(value - (held.float() * k)"),
+    # the approximation by tanh
+    "gelu_and_mul": ("gelu(gate.float())", 'gelu(gate.float(), approximate="tanh")'),
     # the activation by the error function
     "gelu_tanh_and_mul": ('approximate="tanh"', 'approximate="none"'),
     # the weight is not an offset from one
     "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
+    # without the gain
+    "embed_norm": ("wide * scale * weight.float()", "wide * scale"),
+    # the rotated part is a key alone
+    "mla_decode": ("rows[:, : out.shape[2]]", "rows[:, -out.shape[2] :]"),
+    # up before gate
+    "moe_experts_fp8_block": ("silu(gate) * up", "silu(up) * gate"),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
     # the scale of the block of outputs before

@@ -1,0 +1,76 @@
+"""Baselines: FlashAttention as vLLM calls it, torch.compile, eager.
+
+A factory raises ImportError with the reason where the baseline does not run. A baseline returns
+(out,). flashinfer's BatchMLAPagedAttentionWrapper is none: it plans a call on the host, from the
+lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Baseline = Callable[..., Any]
+
+
+def _eager(*given: Any) -> tuple[Tensor]:
+    query, cache, block_table, lengths, out, scale = given
+    rows = cache[block_table.long().clamp_min(0)].flatten(1, 2)
+    there = torch.arange(rows.shape[1], device=query.device) < lengths.unsqueeze(1)
+    # rows of other places may be anything, NaN included
+    rows = rows.where(there.unsqueeze(2), 0).float()
+    scores = query.float() @ rows.mT * scale
+    weights = scores.masked_fill(~there.unsqueeze(1), -torch.inf).softmax(-1)
+    found = weights.to(query.dtype).float() @ rows[..., : out.shape[2]]
+    return (found.where(lengths.view(-1, 1, 1) > 0, 0).to(query.dtype),)
+
+
+def eager(device: str) -> Baseline:
+    return _eager
+
+
+def compiled(device: str) -> Baseline:
+    compiled: Baseline = torch.compile(_eager, dynamic=True)
+    return compiled
+
+
+def vllm(device: str) -> Baseline:
+    """vLLM 0.33.0, FlashAttnMLAImpl.forward_mqa: its first choice on Hopper, before FlashMLA."""
+    if device != "cuda":
+        raise ImportError("FlashAttention needs a CUDA device")
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def run(*given: Any) -> tuple[Tensor]:
+        query, cache, block_table, lengths, out, scale = given
+        if query.dtype is torch.float32:
+            raise ImportError("FlashAttention has no float32")
+        latent, rows = out.shape[2], cache.unsqueeze(2)
+        found: Tensor = flash_attn_varlen_func(
+            q=query[..., latent:],
+            k=rows[..., latent:],
+            v=rows[..., :latent],
+            q_v=query[..., :latent],
+            max_seqlen_q=1,
+            cu_seqlens_q=torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
+            max_seqlen_k=block_table.shape[1] * cache.shape[1],
+            seqused_k=lengths,
+            block_table=block_table,
+            softmax_scale=scale,
+            causal=True,
+            fa_version=3,
+        )
+        return (found,)
+
+    return run
+
+
+BASELINES: dict[str, Callable[[str], Baseline]] = {
+    "vllm": vllm,
+    "torch.compile": compiled,
+    "eager": eager,
+}
+ACCURACY_BASELINE = "eager"
+"""The yardstick of a candidate's error."""
