@@ -45,7 +45,7 @@ NAMES = (
     *("gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode", "mla_decode"),
     *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("qk_norm_rope", "quantize_fp8", "reduce_add_rms_norm", "rms_norm", "rms_norm_quant_fp8"),
-    *("rope", "rope_kv_update", "sample_argmax", "silu_and_mul"),
+    *("rope", "rope_kv_update", "sample_argmax", "sample_top_k_top_p", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -133,7 +133,7 @@ def test_the_torch_solution_is_right_at_every_placement(name: str) -> None:
     op = OPS[name]
     kernel = load(str(SOLUTIONS[name, "cpu_torch"][1]), "python", name)
     for number, placed in enumerate(placements(op)):
-        for point in hidden(op, op.contract.dtype_choices()[number % 2]):
+        for point in hidden(op, op.contract.dtype_choices()[-(number % 2)]):
             case = replace(served(op, point, "normal", number), placed=placed)
             assert wrong_with(op, case, kernel) is None, case.label()
 
@@ -197,6 +197,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("mla_decode", "sm90::decode::dense::flash_fwd_splitkv_mla_kernel<Traits>"),
         ("mla_decode", "BatchMLAPageAttentionHopperKernel flash_fwd_mla_combine_kernel"),
         ("moe_experts_fp8_block", "moe_experts_fp8_block_kernel"),
+        ("sample_top_k_top_p", "_topk_topp_kernel _topp_sb_step_kernel sample_top_k_top_p_kernel"),
         ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
         ("mamba2_decode", "_selective_scan_update_kernel"),
         (
@@ -268,6 +269,23 @@ def test_a_norm_and_a_quantisation_in_turn_are_what_one_kernel_of_both_does() ->
                 assert wrong_with(op, case, apart) is None, case.label()
 
 
+def test_what_sampling_decides_by_is_never_near() -> None:
+    op = OPS["sample_top_k_top_p"]
+    for seed, point in enumerate([*hidden(op, op.sweep("cpu").dtypes), *op.sweep("cpu").points()]):
+        for regime in op.inputs.REGIMES:
+            values = op.inputs.make(point, torch.Generator().manual_seed(seed), regime)
+            rows = zip(*(values[name] for name in ("logits", "k", "p", "noise")), strict=True)
+            for logits, k, p, noise in rows:
+                found, order = logits.double().sort(descending=True)
+                top = found[: int(k)]
+                assert len(top) == len(found) or top[-1] > found[len(top)]
+                mass = top.softmax(0)
+                above = mass.cumsum(0) - mass
+                assert p == 1 or (above - p).abs().min() > 1e-5
+                scores = (mass / noise[order[: len(top)]])[(above < p) | (p == 1)].sort().values
+                assert len(scores) == 1 or scores[-1] > 1.05 * scores[-2]
+
+
 ROUTE = Point(axes={"tokens": 2, "experts": 4, "top_k": 2}, dtypes={"T": "float32", "I": "int32"})
 
 
@@ -337,6 +355,11 @@ WRONG = {
     "mla_decode": ("rows[:, : out.shape[2]]", "rows[:, -out.shape[2] :]"),
     # up before gate
     "moe_experts_fp8_block": ("silu(gate) * up", "silu(up) * gate"),
+    # one token fewer
+    "sample_top_k_top_p": (
+        "above = probabilities.cumsum(1) - probabilities",
+        "above = probabilities.cumsum(1)",
+    ),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
     # the scale of the block of outputs before
