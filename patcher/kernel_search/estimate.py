@@ -124,7 +124,9 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
         "analyse": settings.analyst or settings.model,
         "diagnose": settings.diagnoser or settings.model,
     }
-    advisers = {role: _entry(name, settings) for role, name in named.items() if name != OFF}
+    advisers: dict[Role, _Source] = {
+        role: _entry(name, settings) for role, name in named.items() if name != OFF
+    }
     expected, worst = list[_Call](), list[_Call]()
     for iteration in range(settings.iterations):
         characters = first * (LATER_PROMPT if iteration else 1.0)

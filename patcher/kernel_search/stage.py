@@ -83,7 +83,7 @@ def search_kernel(
         else None
         for role in ADVISERS
     }
-    without = {asked for role, asked in ADVISERS.items() if settings.get(role) == OFF}
+    without: set[Role] = {asked for role, asked in ADVISERS.items() if settings.get(role) == OFF}
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
     model = resolve_model(settings["model"], run.path)
     pictures: tuple[str, ...] = ()
