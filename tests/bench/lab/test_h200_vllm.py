@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import lzma
-import os
 import re
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import patcher
 
 from patcher.ab.result import ABResult
 from patcher.ab.verdict import decide_again
@@ -21,7 +16,6 @@ from patcher.bench import UsageError, content
 from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import PairKind
 from patcher.bench.lab.verdict_table import read, table
-from patcher.bench.lab.vllm_cases import CASES
 from patcher.bench.stats.comparison import Comparison
 from patcher.integrate import Patch, unpacked
 
@@ -113,102 +107,3 @@ def test_samples_in_a_damaged_file_are_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "verdict.json.xz").write_bytes(lzma.compress(b"{}"))
     with pytest.raises(UsageError, match="holds no verdict"):
         read(tmp_path)
-
-
-def test_the_script_of_the_session_says_what_the_commands_take(tmp_path: Path) -> None:
-    """Its Python notes what it is told and makes the files that the script goes on from."""
-    python, program = tmp_path / "a python", tmp_path / "program.py"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
-    program.write_text(
-        "import json, sys\n"
-        "from pathlib import Path\n"
-        "words = sys.argv[1:]\n"
-        f"with open({str(tmp_path / 'said')!r}, 'a') as file:\n"
-        "    print(json.dumps(words), file=file)\n"
-        "if '--out' in words:\n"
-        "    Path(words[words.index('--out') + 1]).write_text('{}')\n"
-        "    sys.exit(1)\n"
-        "if 'evaluate' in words:\n"
-        "    print('{\"outcome\": 0}')\n"
-        "if '--keep' in words:\n"
-        "    Path(words[words.index('--keep') + 1]).mkdir()\n"
-    )
-    python.chmod(0o755)
-
-    def run(*stages: str) -> list[list[str]]:
-        (tmp_path / "said").write_text("")
-        done = subprocess.run(
-            ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), *stages],
-            env=os.environ | {"PYTHON": str(python)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-
-    measured = ("together", "stock", "alone", "one", "served")
-    stages = ("kernels", "bundles", "points", *measured, "profiles")
-    said = run(*stages)
-    assert run("kernels", *measured) == []
-    kernel = tmp_path / "out/kernels/moe_route-cuda_tuned.json"
-    begun = kernel.rename(f"{kernel}.part")
-    assert run("kernels") == [], "another has begun it"
-    begun.unlink()
-    assert [words[2:4] for words in run("kernels")] == [["evaluate", "moe_route"]]
-    outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
-    assert set(outs) == set(measured)
-    searched = {name for name, words in outs.items() if {"--tune-baseline", "tune"} & {*words}}
-    assert searched == {"together", "stock"}
-    verdicts = tmp_path / "out/verdicts"
-    (verdicts / "together.json").unlink()
-    for name in ("alone", "one", "served"):
-        (verdicts / f"{name}.json").unlink()
-    for again in run("together", "alone", "one", "served"):
-        assert "--tune-baseline" not in again
-        assert again[again.index("--tuned") + 1] == str(verdicts / "stock.json")
-    [points] = [words for words in said if words[1] != "patcher"]
-    said.remove(points)
-    assert set(points[points.index("--ops") + 1].split(",")) <= set(CASES)
-    assert {words[2] for words in said} == {"evaluate", "bundle", "throughput", "profile"}
-    command_of = [words[2 : 3 + (words[2] == "throughput")] for words in said]
-    help_of = {
-        " ".join(names): patcher(*names, "--help", cwd=tmp_path).stdout for names in command_of
-    }
-    assert set(help_of) > {"throughput compare", "throughput tune", "throughput best-set"}
-    for names, words in zip(command_of, said, strict=True):
-        options = {word for word in words if word.startswith("--")}
-        assert options
-        assert all(re.search(rf"{option}\b", help_of[" ".join(names)]) for option in options)
-        if words[2] in ("evaluate", "bundle"):
-            assert (ROOT / words[4]).is_file()
-    wrong = subprocess.run(
-        ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), "everything"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert wrong.returncode == 2
-    assert "no stage everything" in wrong.stderr
-
-
-def test_no_stage_of_the_session_is_written_twice() -> None:
-    """The shell would take the later one and say nothing."""
-    script = (ROOT / "bench/lab/h200.sh").read_text()
-    named = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
-    assert len(named) == len(set(named)) > 8
-    [called] = re.findall(r"^    (.*)\) \"\$stage\" ;;$", script, re.MULTILINE)
-    assert set(called.split(" | ")) <= set(named)
-
-
-def test_what_failed_in_the_session_is_no_result(tmp_path: Path) -> None:
-    for stage in ("kernels", "together"):
-        done = subprocess.run(
-            ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), stage, "bundles"],
-            env=os.environ | {"PYTHON": "false"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 1
-    assert not list((tmp_path / "out").rglob("*.json"))
