@@ -96,6 +96,7 @@ def test_a_prompt_for_a_source_ends_with_what_to_reply(language: Language) -> No
         made.combine([("int x;", right), ("int y;", right)], (), None),
     ):
         form, _, end = asked.rpartition("```")
+        assert end.endswith(f"then all of the code, with `{OP.name}` in it.\n")
         tag = made.language.traits.tags[0]
         assert f"in one code block tagged `{tag}`, and no other" in " ".join(end.split())
         assert blocks(form + "```")[-1].source.split()[1:3] == ["Op:", f"{OP.name}:"]
