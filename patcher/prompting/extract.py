@@ -86,9 +86,9 @@ def extract_source(
     if not found:
         return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
     if not found[-1].closed:
-        return ReplyFailure(
-            kind="unclosed", detail="the last code block is not closed: the reply was cut off"
-        )
+        tag = language.traits.tags[0]
+        detail = f"its last code block is not closed; begin it with ```{tag}, end it with ```"
+        return ReplyFailure(kind="unclosed", detail=detail)
     fitting = [block for block in found if block.tag in language.traits.tags]
     named = [block for block in fitting if re.search(rf"\b{re.escape(entry)}\b", block.source)]
     if named or fitting:
