@@ -31,8 +31,9 @@ FFI_UNIT = """\
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include "{source}"
-TVM_FFI_DLL_EXPORT_TYPED_FUNC({entry}, {entry})
+TVM_FFI_DLL_EXPORT_TYPED_FUNC({entry}, {entry})  // one plain function: no template, no overload
 """
+"""Compilers show this line where the entry cannot be bound: its comment is for who reads that."""
 
 TORCH_UNIT = """\
 #include <torch/extension.h>

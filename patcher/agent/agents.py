@@ -16,6 +16,7 @@ from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
 from patcher.bench import Record, first_error
 from patcher.models import TOKENS_CEILING, Image, Model, Reply, Request, Role, Usage, sees_images
 from patcher.models.client import ModelClient
+from patcher.models.repetition import ends_in_a_loop
 from patcher.models.replay import RecordingEndedError
 from patcher.prompting.extract import extract_json, strict_schema, unusable
 from patcher.prompting.rendering import Prompts
@@ -102,7 +103,7 @@ class Agents:
         self._run.write(f"{folder}/{role}.prompt.md", _shown(call.request))
         self._run.write(f"{folder}/{role}.reply.md", call.reply.text)
         self._room[role] = call.request.max_tokens  # more than before, if a reply was cut off
-        if call.reply.truncated:
+        if call.reply.truncated and not ends_in_a_loop(call.reply.text):
             self._room[role] = min(2 * call.request.max_tokens, TOKENS_CEILING)
         return call.reply
 

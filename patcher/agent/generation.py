@@ -100,8 +100,14 @@ class Generator:
                 return prompts.generate(failure, draw=ask.draw, unlike=known, extra=extra)
             case "repair":
                 source, evaluation = parents[0]
-                diagnosis = advice.diagnosis
-                return prompts.repair(source, evaluation, failure, diagnosis=diagnosis, extra=extra)
+                return prompts.repair(
+                    source,
+                    evaluation,
+                    failure,
+                    diagnosis=advice.diagnosis,
+                    again=history.attempts[ask.parents[0]].duplicate_of is not None,
+                    extra=extra,
+                )
             case "optimise":
                 source, evaluation = parents[0]
                 said = advice.recommendation

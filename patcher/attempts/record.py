@@ -43,6 +43,7 @@ class ReplyFailure(Record):
 
     kind: Literal[
         "truncated",
+        "repeated",
         "refused",
         "too_long",
         "no_source",

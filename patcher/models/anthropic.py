@@ -67,6 +67,7 @@ class AnthropicModel(ApiModel):
                 {"role": "user", "content": content if len(content) > 1 else request.prompt},
             ],
             stream=True,
+            extra_body=self.entry.sampling or None,
             **more,
         )
 

@@ -57,6 +57,8 @@ class ApiModel(ABC):
         key = _key(entry)
         self._clean = Cleaner(key)
         self._faults = Faults(entry, self._clean)
+        if entry.stream is False:  # nothing comes before all of it
+            quiet_s = max(quiet_s, self._bounds.seconds)
         timeout = self._sdk.Timeout(quiet_s, connect=10.0)
         self._connection: dict[str, Any] = {
             "api_key": key,

@@ -22,6 +22,7 @@ from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
 from patcher.models.limits import LimitsFile
 from patcher.models.prices import same_model
+from patcher.models.repetition import ends_in_a_loop
 from patcher.models.replay import ReplayModel
 from patcher.models.retry import Clock, TimeUp, pause_s
 from patcher.runs.run import Run
@@ -62,8 +63,9 @@ class ModelClient:
 
     def ask(self, model: Model, request: Request) -> ModelCall:
         """Ask as a step of the run. The question and the answer are stored as they were. A reply
-        that was cut off is asked for again with twice the room, a refused question is put once
-        more in other words, each as a step of its own below `request.step`.
+        that was cut off is asked for again with twice the room, unless it ends in a loop. A
+        refused question is put once more in other words. Each is a step of its own below
+        `request.step`.
 
         Returns:
             The last question and its reply, with the usage of all replies.
@@ -301,7 +303,8 @@ def _again(model: Model, asked: ModelCall) -> Request | None:
     request, reply = asked.request, asked.reply
     most = model.max_output_tokens if isinstance(model, ApiModel) else TOKENS_CEILING
     room = more_room(request.max_tokens, most)
-    if reply.stop_reason == "max_tokens" and room is not None:
+    cut_off = reply.stop_reason == "max_tokens" and not ends_in_a_loop(reply.text)
+    if cut_off and room is not None:
         step = f"{request.step}/room-{room}"
         return request.model_copy(update={"step": step, "max_tokens": room})
     if reply.stop_reason == "refusal" and not request.prompt.startswith(REPHRASED):

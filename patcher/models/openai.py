@@ -65,6 +65,10 @@ class OpenAIModel(ApiModel):
 
     def _open(self, request: Request) -> AbstractContextManager[Any]:
         more: dict[str, Any] = {self._room_name: self._room(request)}
+        streamed = self.entry.stream is not False
+        more["stream"] = streamed
+        if streamed:
+            more["stream_options"] = {"include_usage": True}
         if self.entry.effort:
             more["reasoning_effort"] = self.entry.effort
         if schema := self._schema(request):
@@ -73,8 +77,7 @@ class OpenAIModel(ApiModel):
         return self._client.chat.completions.with_streaming_response.create(
             model=self.name,
             messages=self._messages(request),
-            stream=True,
-            stream_options={"include_usage": True},
+            extra_body=self.entry.sampling or None,
             **more,
         )
 

@@ -6,6 +6,7 @@ A key is never written down: an entry names the environment variable that holds 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -35,6 +36,14 @@ KEY_VARIABLES: dict[Provider, str] = {
     "anthropic": "ANTHROPIC_API_KEY",
     "openai": "OPENAI_API_KEY",
 }
+NOT_SAMPLING = frozenset(
+    {
+        *("model", "messages", "system", "stream", "stream_options", "n", "tools", "tool_choice"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        *("output_config", "response_format", "reasoning_effort"),
+    }
+)
+"""Fields of a request that have their own setting, or that would change what comes back."""
 _SERVERS: dict[Provider, tuple[str, str]] = {
     "anthropic": ("ANTHROPIC_BASE_URL", "https://api.anthropic.com"),
     "openai": ("OPENAI_BASE_URL", "https://api.openai.com/v1"),
@@ -60,6 +69,12 @@ class ModelEntry(Record):
     """Whether it takes images; None is yes for the provider's own server, no for another."""
     max_output_tokens: int = Field(default=TOKENS_CEILING, ge=1)
     """The most room that the server gives a reply."""
+    sampling: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """How its server is to draw tokens: fields that go into each request as they are, e.g.
+    `temperature`, `top_p`, `seed`, `frequency_penalty`, or what one server alone knows."""
+    stream: bool | None = None
+    """Whether replies are to come piece by piece. False: whole, for a server of Chat Completions
+    that counts no tokens in a stream."""
     effort: Effort | None = None
     """How much the model is to think; None leaves it to the server, which may not know the word."""
     structured: bool | None = None
@@ -79,6 +94,16 @@ class ModelEntry(Record):
                 raise ValueError("must hold no password and no key: key_variable names one")
         return value
 
+    @field_validator("sampling")
+    @classmethod
+    def _only_sampling(cls, value: dict[str, object]) -> dict[str, object]:
+        for name in value:
+            if name in NOT_SAMPLING:
+                raise ValueError(f"{name} is set by patcher itself: it has no place here")
+            if isinstance(number := value[name], float) and not math.isfinite(number):
+                raise ValueError(f"{name} must be finite")
+        return value
+
     @model_validator(mode="after")
     def _both_prices(self) -> ModelEntry:
         if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
@@ -91,6 +116,8 @@ class ModelEntry(Record):
             raise ValueError("prompt_cache is for provider anthropic: other servers decide it")
         if self.provider == "anthropic" and self.effort in ("none", "minimal"):
             raise ValueError(f"anthropic has no effort {self.effort}: low, medium, high, ...")
+        if self.provider == "anthropic" and self.stream is False:
+            raise ValueError("stream = false is for provider openai: the other counts in streams")
         return self
 
     @property

@@ -11,7 +11,9 @@ from pydantic import JsonValue
 
 from patcher.attempts import ReplyFailure
 from patcher.bench import Language, Record
+from patcher.bench.judge.stripping import views
 from patcher.models import Reply
+from patcher.models.repetition import ends_in_a_loop
 
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
 _LONGEST_REPLY = 1_000_000
@@ -55,6 +57,9 @@ def blocks(text: str) -> list[CodeBlock]:
 
 def unusable(reply: Reply) -> ReplyFailure | None:
     """Why the reply as a whole must not be parsed, if so."""
+    if reply.truncated and ends_in_a_loop(reply.text):
+        detail = "it repeated one piece again and again until it was cut off; write each line once"
+        return ReplyFailure(kind="repeated", detail=detail)
     if reply.truncated:
         return ReplyFailure(kind="truncated", detail="the reply was cut off before its end")
     if reply.stop_reason == "refusal":
@@ -81,9 +86,9 @@ def extract_source(
     if not found:
         return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
     if not found[-1].closed:
-        return ReplyFailure(
-            kind="unclosed", detail="the last code block is not closed: the reply was cut off"
-        )
+        tag = language.traits.tags[0]
+        detail = f"its last code block is not closed; begin it with ```{tag}, end it with ```"
+        return ReplyFailure(kind="unclosed", detail=detail)
     fitting = [block for block in found if block.tag in language.traits.tags]
     named = [block for block in fitting if re.search(rf"\b{re.escape(entry)}\b", block.source)]
     if named or fitting:
@@ -98,6 +103,9 @@ def extract_source(
         )
     if not chosen.source.strip():
         return ReplyFailure(kind="empty", detail="the code block is empty")
+    if not views(chosen.source, language).text.strip():
+        detail = "the code block holds a comment and no code; give the whole source file"
+        return ReplyFailure(kind="empty", detail=detail)
     source = chosen.source.rstrip() + "\n"
     if len(source) > longest:
         detail = f"the source is too long: {len(source):,} characters; at most {longest:,} may be"

@@ -138,9 +138,12 @@ class Prompts:
         failure: ReplyFailure | None,
         *,
         diagnosis: Diagnosis | None = None,
+        again: bool = False,
         extra: str = "",
     ) -> str:
-        """A candidate that is not right, what the judge said of it, and what is at its root."""
+        """A candidate that is not right, what the judge said of it, and what is at its root;
+        `again`: an earlier reply had this very source, too.
+        """
         parts = {"log": self._log(evaluation), "known_kernels": self._known, "extra": extra}
         return self._render(
             "repair.md.j2",
@@ -148,6 +151,7 @@ class Prompts:
             source=source,
             evaluation=evaluation,
             diagnosis=diagnosis,
+            again=again,
             failure=failure,
         )
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import typer.main
+from command_line import patcher
+from local_server import local_server
 
 from patcher import cli
 from patcher.commands.index import load_all
@@ -148,3 +150,47 @@ def test_the_op_of_the_tutorial_is_judged_as_it_stands(tmp_path: Path) -> None:
     failed = {check["name"] for check in judged(source)["checks"] if not check["passed"]}
     assert failed <= {"clocks"}
     assert judged(broken)["outcome"] == "mismatch"
+
+
+def test_the_local_model_of_the_tutorial_runs_a_loop_unattended(tmp_path: Path) -> None:
+    """A double stands for the server: what it answers is no model's. The command is the page's."""
+    page = (ROOT / "docs/tutorials/local-model.md").read_text(encoding="utf-8")
+    [entry] = [fence for fence in FENCE.finditer(page) if 'title="patcher.toml"' in fence["info"]]
+    [words] = [words for words in shown_commands(page) if words[0] == "optimize"]
+    [served] = re.findall(r"llama_cpp.server .*--port (\d+)", page)
+    right = (ROOT / "kernels/silu_and_mul/solutions/cpu_simd/silu_and_mul.cpp").read_text()
+    replies = [f"The form.\n```cpp\n{right.split('#include')[0]}```\n", f"```cpp\n{right}```\n"]
+    words[words.index("--iterations") + 1] = "2"
+    env = {"PATCHER_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    with local_server(replies) as server:
+        config = entry["text"].replace(f"http://localhost:{served}/v1", server.url)
+        assert server.url in config
+        (tmp_path / "patcher.toml").write_text(config, encoding="utf-8")
+        assert "qwen2.5-coder-1.5b" in patcher("models", cwd=tmp_path, env=env).stdout
+        done = patcher(*words, "--json", cwd=tmp_path, env=env)
+        for _ in range(3):  # what other programs disturbed is judged again
+            if "this machine is too busy" in done.stderr:
+                done = patcher("resume", "latest", "--json", cwd=tmp_path, env=env)
+    assert done.returncode in (0, 1), done.stderr
+    assert [asked["messages"][0]["content"][:9] for asked in server.seen] == 2 * ["You write"]
+    for asked in server.seen:
+        assert (asked["stream"], asked["temperature"]) == (False, 0.7)
+        assert asked["max_tokens"] == 1200
+    assert "holds a comment and no code" in server.seen[1]["messages"][1]["content"]
+    [folder] = tmp_path.glob("patcher-runs/*/ops/silu_and_mul")
+    first, second = (
+        json.loads((folder / str(n) / "attempt.json").read_text(encoding="utf-8")) for n in (0, 1)
+    )
+    assert first["outcome"] == "generation_failure"
+    assert second["digest"]
+    assert second["usage"] == {
+        "input_tokens": 3000,
+        "output_tokens": len(replies[1]) // 4,
+        "cached_tokens": None,
+        "cost_usd": 0.0,
+    }
+    assert first["repairs"] == second["repairs"] == []
+    shown = patcher("status", "latest", "--json", cwd=tmp_path, env=env)
+    ledger = json.loads(shown.stdout)["ledger"]
+    assert (ledger["calls"], ledger["unknown"]["tokens"]) == (2, 0)
+    assert ledger["used"]["tokens"] == 6000 + sum(len(reply) // 4 for reply in replies)

@@ -217,6 +217,26 @@ def test_a_cut_off_reply_is_no_code_and_gets_more_room(op: Op, run: Run, tmp_pat
     assert "no fenced code block" in prompt
 
 
+def test_a_reply_that_went_in_circles_gets_no_more_room(op: Op, run: Run, tmp_path: Path) -> None:
+    lines: list[Line] = [
+        ("0/generate", "```cpp\n" + 100 * "x = x + 1;\n", "max_tokens"),
+        ("1/generate", code("bad")),
+        ("2/diagnose", diagnosis("d")),
+        ("2/generate", code("bad")),
+        ("3/diagnose", diagnosis("d")),
+        ("3/generate", code("good")),
+    ]
+    judge = Judge({"good": 1.2, "bad": Outcome.MISMATCH})
+    found = run_loop(run, op, Language.CPP, recording(tmp_path, lines), judge, 4, DEVICE)
+    assert found.iterations[0].outcome is Outcome.GENERATION_FAILURE
+    stored = json.loads((run.path / f"steps/{OP}/1/ask-generate.json").read_text())
+    assert stored["request"]["max_tokens"] == MAX_TOKENS["generate"]
+    assert "repeated one piece again and again" in stored["request"]["prompt"]
+    asked = [(run.path / f"ops/{OP}/{n}/generate.prompt.md").read_text() for n in (2, 3)]
+    assert ["given more than once" in prompt for prompt in asked] == [False, True]
+    assert found.best_iteration == 3
+
+
 def test_a_broken_optimisation_is_repaired_once_then_left(op: Op, run: Run, tmp_path: Path) -> None:
     lines: list[Line] = [
         ("0/generate", code("good")),

@@ -132,6 +132,38 @@ class TestReplies:
         with pytest.raises(ValidationError, match="anthropic has no effort minimal"):
             ModelEntry(provider="anthropic", model="claude-opus-5-5", effort="minimal")
 
+    def test_how_tokens_are_drawn_goes_to_the_server_as_it_is(
+        self, api: Api, server: ApiServer
+    ) -> None:
+        server.script = [api.reply(), api.reply()]
+        drawn = {"temperature": 0.2, "repeat_penalty": 1.1, "seed": 7}
+        api.open(server, sampling=drawn).ask(request())
+        api.open(server).ask(request())
+        said, silent = server.seen
+        assert {name: said[name] for name in drawn} == drawn
+        assert not set(drawn) & set(silent)
+        for sampling, why in (
+            ({"max_tokens": 9}, "max_tokens is set by patcher itself"),
+            ({"temperature": float("nan")}, "temperature must be finite"),
+            ({"stop": ["x"]}, "sampling.stop"),
+        ):
+            with pytest.raises(ValidationError, match=why):
+                ModelEntry(provider=api.name, model="m", sampling=sampling)  # type: ignore[arg-type]
+
+    def test_a_reply_may_be_asked_for_whole(self, server: ApiServer) -> None:
+        usage = {"prompt_tokens": 300, "completion_tokens": 40}
+        choice = {"index": 0, "message": {"content": "Hello"}, "finish_reason": "length"}
+        whole = {"model": "gpt-5.4-mini", "choices": [choice], "usage": usage}
+        server.script = [Item(json.dumps(whole).encode())]
+        reply = APIS["openai"].open(server, stream=False).ask(request())
+        assert (reply.text, reply.stop_reason, reply.repairs) == ("Hello", "max_tokens", ())
+        assert (reply.usage.input_tokens, reply.usage.output_tokens) == (300, 40)
+        [seen] = server.seen
+        assert seen["stream"] is False
+        assert "stream_options" not in seen
+        with pytest.raises(ValidationError, match="stream = false is for provider openai"):
+            ModelEntry(provider="anthropic", model="claude-opus-5-5", stream=False)
+
     def test_effort_has_the_name_of_each_protocol(self, api: Api, server: ApiServer) -> None:
         server.script = [api.reply(), api.reply()]
         api.open(server, effort="xhigh").ask(request())

@@ -48,6 +48,8 @@ def test_failures_have_kinds() -> None:
     assert failure_kind(f"```cpp\n{SOURCE}\n") == "unclosed"
     assert failure_kind(f"```cpp\n{SOURCE}\n```\n```cpp\nvoid no") == "unclosed"
     assert failure_kind("```cpp\n\n```") == "empty"
+    assert failure_kind("```cpp\n// Op: norm: the form of a header.\n/* norm */\n```") == "empty"
+    assert failure_kind('```python\n# Op: norm\n"""norm"""\n```', Language.TRITON) == "empty"
     assert failure_kind("```bash\nls\n```\n```text\nx\n```") == "ambiguous"
 
 

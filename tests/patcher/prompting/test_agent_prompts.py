@@ -83,6 +83,32 @@ def test_all_prompts_of_an_op_begin_alike() -> None:
     assert made.head("Another text of the user's.") == 0
 
 
+@pytest.mark.parametrize("language", list(Language))
+def test_a_prompt_for_a_source_ends_with_what_to_reply(language: Language) -> None:
+    """Small models take what a prompt ends with for the answer."""
+    made, wrong = prompts(language), failed("error")
+    right = wrong.model_copy(update={"outcome": Outcome.CORRECT, "geomean_speedup": 1.5})
+    for asked in (
+        made.generate(None),
+        made.generate(None, draw=1),
+        made.repair("int x;", wrong, None),
+        made.optimize("int x;", right, None, (), None),
+        made.combine([("int x;", right), ("int y;", right)], (), None),
+    ):
+        form, _, end = asked.rpartition("```")
+        assert end.endswith(f"then all of the code, with `{OP.name}` in it.\n")
+        tag = made.language.traits.tags[0]
+        assert f"in one code block tagged `{tag}`, and no other" in " ".join(end.split())
+        assert blocks(form + "```")[-1].source.split()[1:3] == ["Op:", f"{OP.name}:"]
+
+
+def test_a_source_that_came_twice_is_said() -> None:
+    made, wrong = prompts(Language.CPP), failed("error")
+    said = "given more than once"
+    assert said in made.repair("int x;", wrong, None, again=True)
+    assert said not in made.repair("int x;", wrong, None)
+
+
 def test_templates_are_strict() -> None:
     with pytest.raises(UndefinedError):
         prompts(Language.CPP)._render("generate.md.j2", {})
