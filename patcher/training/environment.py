@@ -29,6 +29,7 @@ from patcher.judges.languages import judge_hardware
 from patcher.judges.reward import RewardResult
 from patcher.models import Reply, Request, Usage
 from patcher.models.gate import TEXT_CHARACTERS, Cleaner
+from patcher.plan import RunPlan
 from patcher.runs.run import Run
 from patcher.training.rewards import MILESTONES, RewardScheme, judged
 
@@ -102,7 +103,9 @@ class KernelEnvironment:
         self.close()
         self._policy = _Policy()
         self._before = 0
-        self._run = Run.create(self.folder, command="training", settings={"turns": self.turns})
+        plan = RunPlan(op=self.op.name, language=self.language, whole=False)
+        settings = {"plan": plan.model_dump(mode="json"), "iterations": self.turns}
+        self._run = Run.create(self.folder, command="training", settings=settings)
         result = self._advance()
         assert result is None, "no loop ends before it has asked"
         return self._question()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from agent_sample import OP, code, verdict
+from command_line import error_of, patcher
 
 from patcher.bench import (
     Candidate,
@@ -103,6 +104,12 @@ def test_an_episode_is_the_loop_with_the_policy_as_its_model(
     assert run.config.command == "training"
     assert (folder / f"ops/{OP}/3/candidate.cpp").read_text().rstrip().endswith("// faster")
     assert not list(folder.rglob("analyse*"))
+    runs = {"PATCHER_RUNS_DIR": str(tmp_path)}
+    assert "finished" in patcher("runs", env=runs, cwd=tmp_path).stdout
+    refused = error_of(patcher("resume", folder.name, "--json", env=runs, cwd=tmp_path))
+    assert "is an episode of a trainer" in refused["message"]
+    assert patcher("report", folder.name, env=runs, cwd=tmp_path).returncode == 0
+    assert "// faster" in (folder / "report.md").read_text()
     # and the next one begins anew
     assert env.reset()[1] == asked
     assert env.step(code("fast")).reward == 2.0
