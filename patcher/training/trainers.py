@@ -6,13 +6,14 @@ The form is that of TRL's `GRPOTrainer` and `RLOOTrainer` (version 1.16): rows w
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from patcher.attempts import ReplyFailure
-from patcher.bench import Candidate, Language, UsageError, load_op
+from patcher.bench import Candidate, Language, Outcome, UsageError, load_op
 from patcher.bench.judge import JudgeSettings
 from patcher.judges import LOCAL
 from patcher.judges.languages import judge_hardware
@@ -45,6 +46,14 @@ def questions(
         ]
         rows.append({"prompt": messages, "op": name})
     return rows
+
+
+class JudgedReply(NamedTuple):
+    """What a reply came to."""
+
+    reward: float
+    outcome: str
+    """Of the judge, or `generation_failure`."""
 
 
 class RewardFunction:
@@ -84,6 +93,7 @@ class RewardFunction:
         self.at_once = at_once
         self.outcomes: Counter[str] = Counter()
         self._known: dict[str, RewardResult] = {}
+        self._one = threading.Lock()
 
     def __call__(
         self, completions: Sequence[Any], op: Sequence[str], **columns: Any
@@ -107,7 +117,19 @@ class RewardFunction:
         with ThreadPoolExecutor(self.at_once) as pool:
             for digest, result in zip(new, pool.map(self._judged, new.values()), strict=True):
                 self._known[digest] = result
-        return [self._reward(one) for one in found]
+        return [self._reward(one).reward for one in found]
+
+    def judge(self, reply: str, op: str) -> JudgedReply:
+        """One reply; from several threads one at a time.
+
+        Raises:
+            PatcherError: the judge cannot judge here.
+        """
+        found = self._kernel(reply, op)
+        with self._one:
+            if isinstance(found, Candidate) and found.digest not in self._known:
+                self._known[found.digest] = self._judged(found)
+            return self._reward(found)
 
     def _kernel(self, reply: Any, op: str) -> Candidate | ReplyFailure:
         text = reply if isinstance(reply, str) else reply[-1]["content"]
@@ -119,10 +141,12 @@ class RewardFunction:
     def _judged(self, candidate: Candidate) -> RewardResult:
         return judged(candidate, self.scheme, self.settings, self.where)
 
-    def _reward(self, found: Candidate | ReplyFailure) -> float:
+    def _reward(self, found: Candidate | ReplyFailure) -> JudgedReply:
         if isinstance(found, ReplyFailure):
-            self.outcomes["generation_failure"] += 1
-            return self.scheme.unreadable
-        result = self._known[found.digest]
-        self.outcomes[list(result.evaluations.values())[-1].outcome.value] += 1
-        return self.scheme.value(result)
+            one = JudgedReply(self.scheme.unreadable, Outcome.GENERATION_FAILURE.value)
+        else:
+            result = self._known[found.digest]
+            last = list(result.evaluations.values())[-1]
+            one = JudgedReply(self.scheme.value(result), last.outcome.value)
+        self.outcomes[one.outcome] += 1
+        return one

@@ -31,6 +31,7 @@ from patcher.training import (
     questions,
     reward_scheme,
     trainers,
+    verl,
 )
 
 Verdict = float | Outcome
@@ -200,6 +201,29 @@ def test_a_reward_function_takes_what_trainers_give(judging: Judging) -> None:
         RewardFunction(at_once=0)
     with pytest.raises(UsageError):
         KernelEnvironment(OP, folder=Path(), turns=0)
+
+
+def test_verl_calls_the_judge_as_its_reward_manager_does(judging: Judging) -> None:
+    """verl itself is too large to be installed here: these are the calls of its `naive` manager."""
+    verl._function.cache_clear()
+    [row] = verl.rows([OP])
+    known = {
+        "data_source": row["data_source"],
+        "ground_truth": row["reward_model"]["ground_truth"],
+        "extra_info": {**row["extra_info"], "num_turns": None},
+    }
+    given = {"scheme": "milestones", "where": "local"}
+    found = [
+        verl.compute_score(solution_str=reply, **known, **given)
+        for reply in (code("fast"), code("trick"), code("typo"), "nothing", code("fast"))
+    ]
+    assert [one["score"] for one in found] == [2.0, -1.0, -1.0, -1.0, 2.0]
+    assert [one["right"] for one in found] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert [one["caught"] for one in found] == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert judging.seen == ["fast", "trick", "typo"]
+    assert row["prompt"][1]["content"].count(OP)
+    with pytest.raises(UsageError, match="no reward scheme best"):
+        verl.compute_score(solution_str="", **known, scheme="best")
 
 
 @pytest.mark.slow
