@@ -206,7 +206,7 @@ class _Draft:
             name, _, among = match[1].rpartition("=")
             if not name and match[1] in known:
                 return known[match[1]]
-            found = self.draw.choice(among.split("|"))
+            found: str = self.draw.choice(among.split("|"))
             if name:
                 known[name] = found
             return found
@@ -228,7 +228,7 @@ class _Draft:
                         else [member]
                     )
                     state = sum(4 * each.numel() for each in tensors)
-                result = eval(call, space)
+                result: torch.Tensor = eval(call, space)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise NoFit(f"{call}: {error}") from error
         if not result.is_floating_point() or not result.numel() or result.dim() < 1:

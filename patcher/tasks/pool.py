@@ -30,10 +30,19 @@ class WorkerPool:
     exception that no job expects is raised by the job's future.
     """
 
-    def __init__(self, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, workers: int, timeout_s: float, module: str = "patcher.tasks.worker"
+    ) -> None:
+        """Set up the pool; processes start with their first job.
+
+        Args:
+            workers: number of processes.
+            timeout_s: time limit of a job in seconds.
+            module: answers each JSON line on stdin with one on stdout.
+        """
         self._timeout_s = timeout_s
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._all = [_Worker() for _ in range(workers)]
+        self._all = [_Worker(module) for _ in range(workers)]
         for worker in self._all:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers)
@@ -60,14 +69,20 @@ class WorkerPool:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
 
     def run(self, line: str, timeout_s: float) -> JobResult:
         process = self._started()
         late = threading.Event()
-        timer = threading.Timer(timeout_s, lambda: (late.set(), _kill(process)))
+
+        def end() -> None:
+            late.set()
+            _kill(process)
+
+        timer = threading.Timer(timeout_s, end)
         timer.start()
         try:
             assert process.stdin is not None
@@ -93,7 +108,7 @@ class _Worker:
             # inductor's own processes would outlive a killed worker
             environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             self._process = subprocess.Popen(
-                die_with_parent(sys.executable, "-P", "-m", "patcher.tasks.worker"),
+                die_with_parent(sys.executable, "-P", "-m", self._module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -66,11 +66,12 @@ def _traced(op: Op) -> fx.GraphModule:
     def run(*tensors: torch.Tensor) -> list[Any]:
         return list(op.reference(**dict(zip(given, tensors, strict=True)), **scalars).values())
 
+    table = dict(core_aten_decompositions())
     with torch.no_grad():
         try:
-            traced = make_fx(run, core_aten_decompositions(), "fake")(*given.values())
+            traced = make_fx(run, table, "fake")(*given.values())
         except Exception:  # sizes by values, as lengths: with the values then
-            traced = make_fx(run, core_aten_decompositions(), "real")(*given.values())
+            traced = make_fx(run, table, "real")(*given.values())
     traced.graph.eliminate_dead_code()
     return traced
 
@@ -80,6 +81,8 @@ def structure_of_graph(module: fx.GraphModule) -> Structure:
     digests: dict[fx.Node, str] = {}
     computed: dict[fx.Node, tuple[str, ...]] = {}
     operators: list[str] = []
+    counted: list[str] = []
+    """Digests of what computes: a value that is used twice is there once."""
     parts: Counter[str] = Counter()
     read = 0
     for node in module.graph.nodes:
@@ -100,13 +103,15 @@ def structure_of_graph(module: fx.GraphModule) -> Structure:
             digests[node] = _sha([name, words, sorted(inside) if name in _COMMUTES else inside])
             if before:  # constants are no structure
                 operators.append(name)
+                counted.append(digests[node])
                 parts[name] += 1
                 parts.update(f"{each}>{name}" for one in before for each in computed[one])
                 computed[node] = (name,)
             else:
                 computed[node] = ()
-    counted = sorted(digests[node] for node in module.graph.nodes if computed.get(node))
-    whole = _sha([counted, [digests[n] for n in module.graph.nodes if n.op == "output"], read])
+    whole = _sha(
+        [sorted(counted), [digests[n] for n in module.graph.nodes if n.op == "output"], read]
+    )
     return Structure(
         digest=whole if operators else "", operators=tuple(operators), parts=dict(parts)
     )

@@ -30,7 +30,9 @@ def main() -> None:
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:
-            found = {"result": jobs[job["job"]](**job["given"]).model_dump(mode="json")}
+            found: dict[str, Any] = {
+                "result": jobs[job["job"]](**job["given"]).model_dump(mode="json")
+            }
         except Refused as reason:
             found = {"failed": str(reason)}
         except Exception:
