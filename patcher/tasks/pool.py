@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class WorkerPool:
         Args:
             workers: number of processes.
             timeout_s: time limit of a job in seconds.
-            module: answers each JSON line on stdin with one on stdout.
+            module: says a line when it is ready, then answers each JSON line on stdin with one.
         """
         self._timeout_s = timeout_s
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -66,6 +67,8 @@ class WorkerPool:
         for worker in self._all:
             worker.stop()
         self._threads.shutdown()
+        for worker in self._all:
+            worker.close()
 
 
 class _Worker:
@@ -73,6 +76,7 @@ class _Worker:
         self._module = module
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (until the pool is left)
 
     def run(self, line: str, timeout_s: float) -> JobResult:
         process = self._started()
@@ -111,7 +115,7 @@ class _Worker:
                 die_with_parent(sys.executable, "-P", "-m", self._module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._log,
                 text=True,
                 encoding="utf-8",
                 env=environment,
@@ -119,12 +123,20 @@ class _Worker:
             )
             if self._stopped:
                 _kill(self._process)
+            assert self._process.stdout is not None
+            if not self._process.stdout.readline() and not self._stopped:  # imports take their time
+                self._log.seek(0)
+                said = self._log.read().decode(errors="replace").strip()
+                raise RuntimeError(f"a worker does not start:\n{said[-2000:]}")
         return self._process
 
     def stop(self) -> None:
         self._stopped = True
         if self._process is not None:
             _kill(self._process)
+
+    def close(self) -> None:
+        self._log.close()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

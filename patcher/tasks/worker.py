@@ -1,4 +1,4 @@
-"""`python -P -m patcher.tasks.worker`: jobs on stdin, results on stdout, a JSON line each."""
+"""`python -P -m patcher.tasks.worker`: `ready`, then for each JSON line on stdin one on stdout."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def main() -> None:
         "library": examine.library_structure,
         "problem": examine.problem_structure,
     }
+    results.write("ready\n")
+    results.flush()
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:

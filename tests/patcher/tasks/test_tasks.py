@@ -134,6 +134,7 @@ def test_filters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, rea
 
 
 WORKER = """import os, sys, time
+print("ready", flush=True)
 for line in sys.stdin:
     if "crash" in line: os.abort()
     if "hang" in line: time.sleep(600)
@@ -156,6 +157,18 @@ def test_what_crashes_or_hangs_costs_one_job(
     assert hang.why == "timed out"
     assert first.result == second.result
     assert len({json.dumps(each.result) for each in (first, third, fourth)}) == 3
+
+
+def test_a_worker_that_does_not_start_is_no_crash_of_a_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        WorkerPool(1, 3.0, "broken") as pool,
+        pytest.raises(RuntimeError, match="nothing_of_this_name"),
+    ):
+        pool.submit("a").result()
 
 
 @pytest.fixture(scope="module")
