@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from patcher.integrate.activation import Activation, activate, prepare
     from patcher.integrate.counts import CallCounters, GraphWatch
     from patcher.integrate.export import export_patch
+    from patcher.integrate.formats.foreign_contract import Refused
     from patcher.integrate.imports import import_kernel, import_model_new
-    from patcher.integrate.kernelbench.imports import ProblemOptions
+    from patcher.integrate.kernelbench.imports import (
+        ProblemOptions,
+        import_problems,
+        own_problem_op,
+        problem_files,
+    )
     from patcher.integrate.kernelbench.model_new import write_model_new
     from patcher.integrate.kernelbench.problem import sizes_of
     from patcher.integrate.measuring import activated, await_engine, worker_receipts
@@ -49,6 +55,10 @@ _LAZY = {
     "import_kernel": "patcher.integrate.imports",
     "import_model_new": "patcher.integrate.imports",
     "ProblemOptions": "patcher.integrate.kernelbench.imports",
+    "Refused": "patcher.integrate.formats.foreign_contract",
+    "import_problems": "patcher.integrate.kernelbench.imports",
+    "own_problem_op": "patcher.integrate.kernelbench.imports",
+    "problem_files": "patcher.integrate.kernelbench.imports",
     "sizes_of": "patcher.integrate.kernelbench.problem",
     "write_model_new": "patcher.integrate.kernelbench.model_new",
     "prepare": "patcher.integrate.activation",
@@ -80,6 +90,7 @@ __all__ = [
     "Patch",
     "ProblemOptions",
     "Receipt",
+    "Refused",
     "Store",
     "Switches",
     "activate",
@@ -94,16 +105,19 @@ __all__ = [
     "idle_patches",
     "import_kernel",
     "import_model_new",
+    "import_problems",
     "is_archive",
     "make_diff",
     "must_fit_model",
     "names_taken",
     "open_bundle",
+    "own_problem_op",
     "pack",
     "patch_environment",
     "patch_point",
     "places_of",
     "prepare",
+    "problem_files",
     "read_receipts",
     "require_target",
     "sizes_of",

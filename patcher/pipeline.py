@@ -161,16 +161,10 @@ def execute(
         machine_changed: on another machine, judge and measure all again instead of refusing.
 
     Raises:
-        UsageError: no command began the run.
         VerificationError: figures of this run come from another machine.
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
-    if "model" not in settings:
-        raise UsageError(
-            f"run {run.id} is an episode of a trainer, whose model alone can go on with it",
-            "begin another, by KernelEnvironment.reset",
-        )
     plan = RunPlan.model_validate(settings["plan"])
     workload = run.config.workload
     where: str = judge or settings.get("judge", LOCAL)

@@ -274,9 +274,9 @@ def _contract(
             "schema_version": 1,
             "name": problem.name + precision.suffix,
             "operation": "kernelbench",
-            "summary": f"The module of KernelBench's {problem.file}. Precision: {precision.said}."
-            + sized,
-            "source": f"KernelBench, {problem.file}",
+            "summary": f"The module of {problem.origin}'s {problem.file}. "
+            f"Precision: {precision.said}.{sized}",
+            "source": f"{problem.origin}, {problem.file}",
             "dtypes": {each: [each] for each in dtypes},
             "tensors": tensors,
             "sweeps": [{"name": each, "device": each, "fixed": fixed, **point} for each in devices],

@@ -9,7 +9,7 @@ from patcher.bench import UsageError, load_ops, read_source
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
 from patcher.integrate.kernelbench.op_files import op_files
-from patcher.integrate.kernelbench.problem import is_problem, read_problem, trace
+from patcher.integrate.kernelbench.problem import is_problem, read_problem, trace, trace_own
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,27 @@ def _text(path: Path) -> str:
         return read_source(path)
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def own_problem_op(path: Path, precision: str, origin: str) -> tuple[str, dict[str, bytes]]:
+    """The op of a problem file that this process wrote, which is traced without the sandbox.
+
+    Args:
+        path: the file; its code runs here.
+        precision: of `PRECISIONS`.
+        origin: who wrote it, for the op's texts.
+
+    Returns:
+        Name of the op, and its files by path.
+
+    Raises:
+        Refused: it cannot be an op; the message is the reason.
+    """
+    column = _column(precision)
+    problem = read_problem(path, 1, {}).model_copy(update={"origin": origin})
+    traced = trace_own(path)
+    op = op_of(problem, traced, column)
+    return op.contract.name, op_files(problem, traced, op, column)
 
 
 def import_problems(paths: list[Path], options: ProblemOptions) -> Problems:

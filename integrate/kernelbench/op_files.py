@@ -55,6 +55,7 @@ def op_files(
     values = {
         "title": contract.name,
         "file": problem.file,
+        "origin": problem.origin,
         "names": ", ".join(names),
         "read": ", ".join(read),
         "body": "\n    ".join([*body.lines, f"return ({', '.join(body.results)},)"]),
@@ -113,7 +114,7 @@ def _sizes(shape: tuple[str, ...]) -> str:
 
 REFERENCE = '''"""{title}: its graph in float64, and the control that must fail.
 
-Written from a trace of KernelBench's {file}, of whose text nothing is here.
+Written from a trace of {origin}'s {file}, of whose text nothing is here.
 """
 
 import torch

@@ -9,6 +9,7 @@ and `written.py` writes the reference anew from a list of operators that only co
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import sys
@@ -102,6 +103,8 @@ class Problem(Record):
     """Its text, with the changed sizes."""
     changed: dict[str, str]
     """Sizes that differ from the file's, by name: `1024 -> 64`."""
+    origin: str = "KernelBench"
+    """Who wrote it."""
 
 
 def is_problem(text: str) -> bool:
@@ -166,6 +169,24 @@ class _Scaled(ast.NodeTransformer):
         if type(node.value) is int and node.value // self.scale >= SMALLEST:
             return ast.Constant(node.value // self.scale)
         return node
+
+
+def trace_own(path: Path) -> ProblemTrace:
+    """Trace a problem file of ours in this process, without the sandbox.
+
+    Raises:
+        Refused: it cannot be traced.
+    """
+    from patcher.integrate.kernelbench.runner import script
+    from patcher.integrate.kernelbench.runner.values import Unfit
+
+    try:
+        document = json.dumps(script.trace(str(path)), allow_nan=False)
+    except Unfit as reason:
+        raise Refused(plain(str(reason))) from reason
+    except Exception as error:  # torch.export raises what it likes
+        raise Refused(plain(f"{type(error).__name__}: {error}")) from error
+    return ProblemTrace.model_validate(parse_json(document.encode()))
 
 
 def trace(found: Problem) -> ProblemTrace:

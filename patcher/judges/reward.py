@@ -117,9 +117,13 @@ def judge_for_reward(
     request_id: str,
     report: Progress,
     against: Sequence[str] = AGAINST,
+    counters: bool = False,
 ) -> RewardResult:
     """Judge the candidate against each of the baselines that its op has: a whole judgement each,
     and so as many times the cost. A wrong one is judged once.
+
+    Args:
+        counters: whether right verdicts carry hardware counters, where they can be read.
 
     Raises:
         UsageError: the op has none of the baselines, or the language is only compiled here.
@@ -145,13 +149,13 @@ def judge_for_reward(
     remote = remote_judge(where)
     if remote is not None:
         kind, place = remote
-        with kind(place, settings, request_id, report=report) as judge:
+        with kind(place, settings, request_id, counters, report) as judge:
             jobs = [judge.submit(candidate, one) for one in each]
             found = dict(zip(names, judge.gather(jobs), strict=True))
     else:
         for name, one in zip(names, each, strict=True):
             try:
-                with open_judges(where, one, request_id, report) as judges:
+                with open_judges(where, one, request_id, report, counters=counters) as judges:
                     [found[name]] = judges.evaluate([candidate])
             except MissingError as error:
                 if not found:

@@ -1,18 +1,6 @@
-"""Training language models on kernels: the agent loop as an environment, its rewards as data."""
+"""An environment for trainers of language models: verdicts as observations and rewards."""
 
-from patcher.training.environment import KernelEnvironment, Message, Turn
-from patcher.training.rewards import LOG_SPEEDUP, MILESTONES, SCHEMES, RewardScheme, reward_scheme
-from patcher.training.trainers import RewardFunction, questions
+from patcher.training.environment import EnvironmentOptions, KernelEnvironment, Turn
+from patcher.training.shaping import Shaping, TurnReward
 
-__all__ = [
-    "LOG_SPEEDUP",
-    "MILESTONES",
-    "SCHEMES",
-    "KernelEnvironment",
-    "Message",
-    "RewardFunction",
-    "RewardScheme",
-    "Turn",
-    "questions",
-    "reward_scheme",
-]
+__all__ = ["EnvironmentOptions", "KernelEnvironment", "Shaping", "Turn", "TurnReward"]

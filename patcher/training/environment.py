@@ -1,218 +1,192 @@
-"""The agent loop on one op as an environment of several turns, as trainers want it.
-
-What asks is the loop that `patcher optimize` runs, with the same prompts and feedback: errors of
-the compiler, mismatches, timings. The trainer's model takes the place of the language model, and
-nobody advises it. An episode is a run on disk, which can be read, recorded and replayed as any
-other.
-"""
+"""The environment: a task is asked for, replies are judged, and each turn says what was found."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from patcher.agent import run_loop
-from patcher.attempts import Attempt, LoopResult
+from pydantic import Field
+
+from patcher.attempts import ReplyFailure
 from patcher.bench import (
+    SCHEMA_VERSION,
     Candidate,
     Evaluation,
     Language,
     Op,
+    Outcome,
     Record,
     UsageError,
-    WaitingError,
     load_op,
 )
 from patcher.bench.judge import JudgeSettings
-from patcher.judges import LOCAL
-from patcher.judges.languages import judge_hardware
-from patcher.judges.reward import RewardResult
-from patcher.models import Reply, Request, Usage
-from patcher.models.gate import TEXT_CHARACTERS, Cleaner
-from patcher.plan import RunPlan
-from patcher.runs.run import Run
-from patcher.training.rewards import MILESTONES, RewardScheme, judged
+from patcher.judges.languages import judge_device_kind, judge_hardware
+from patcher.judges.reward import AGAINST, RewardResult, judge_for_reward
+from patcher.prompting.extract import extract_source
+from patcher.prompting.quoting import clip, quote
+from patcher.prompting.rendering import Prompts
+from patcher.prompting.tables import counters_table, timing_table
+from patcher.training.shaping import WRONG, Shaping, TurnReward, shaped
+
+JudgeReply = Callable[[Candidate, JudgeSettings], RewardResult]
 
 
-class Message(Record):
-    """Of a chat."""
+@dataclass(frozen=True)
+class EnvironmentOptions:
+    """What is asked for, and how replies are judged."""
 
-    role: Literal["system", "user"]
-    content: str
+    language: Language = Language.CUDA
+    turns: int = 3
+    """Replies in an episode; a reward of 3 ends it early."""
+    shaping: Shaping = field(default_factory=Shaping)
+    judge: str = "local"
+    """`local`, `exchange:DIR` or `ray[:ADDRESS][@GPU]`."""
+    against: tuple[str, ...] = AGAINST
+    """Baselines, each a judgement of its own; fewer cost less and cannot give all milestones."""
+    counters: bool = False
+    """Whether right kernels are profiled, for observations and `Shaping.share_weight`."""
+    threads: int | None = None
+    pairs: int = 6
+    """Most pairs of timed blocks per point."""
+    points: int | None = 1
+    """Most points of the sweep that are timed; correctness is checked at all."""
 
 
 class Turn(Record):
-    """What a reply came to."""
+    """What one reply led to."""
 
-    reward: float
-    outcome: str
-    """Of the judge, or `generation_failure`: the reply holds no kernel."""
-    why: str
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    number: int
+    """From 1."""
+    observation: str
+    """For the next message to the model."""
+    reward: TurnReward
     done: bool
-    question: tuple[Message, ...] = ()
-    """The next, whole: it holds what was tried, so that no earlier message is needed. Empty at the
-    end."""
-    digest: str | None = None
-    """Of the kernel."""
+    """Whether the episode has ended."""
+    failure: ReplyFailure | None = None
+    """Why the reply held no source."""
+    evaluations: dict[str, Evaluation] = Field(default_factory=dict)
+    """By baseline."""
 
 
 class KernelEnvironment:
-    """One episode at a time.
+    """One episode at a time: `reset(op)` gives the prompt, `step(reply)` the turn.
 
-        env = KernelEnvironment("fused_add_rms_norm", folder=Path("episodes"), turns=3)
-        question, done = env.reset(), False
-        while not done:
-            turn = env.step(policy(question))
-            question, done = turn.question, turn.done
-
-    Args:
-        op: an op, or its name.
-        folder: where episodes are kept, each a run.
-        turns: kernels that are asked for, at most.
-        scheme: what a verdict is worth.
-        where: who judges, as `--judge` names it.
-        settings: of the judge.
+    The judge decides alone what a reply is worth; a candidate runs in its sandbox and nowhere else.
+    A source is judged once in the life of an environment. Ops are those of the library and of
+    `$PATCHER_OPS`, where a folder of tasks has its `ops/`.
     """
 
     def __init__(
-        self,
-        op: str | Op,
-        *,
-        folder: Path,
-        language: Language = Language.CPP,
-        turns: int = 3,
-        scheme: RewardScheme = MILESTONES,
-        where: str = LOCAL,
-        settings: JudgeSettings | None = None,
+        self, options: EnvironmentOptions | None = None, judge: JudgeReply | None = None
     ) -> None:
-        if turns < 1:
-            raise UsageError(f"{turns} turns ask for nothing", "say 1 or more")
-        self.op = load_op(op) if isinstance(op, str) else op
-        self.folder, self.language, self.turns = folder, language, turns
-        self.scheme, self.where = scheme, where
-        kind = "cpu" if language.traits.device == "cpu" else "cuda"
-        self.settings = settings or JudgeSettings(device=kind)
-        self._hardware = judge_hardware(where, language, self.settings.threads)
-        self._policy = _Policy()
-        self._run: Run | None = None
-        self._found: dict[str, RewardResult] = {}
-        self._before = 0
+        """Make an environment.
 
-    def reset(self) -> tuple[Message, ...]:
-        """Begin an episode; returns the first question."""
-        self.close()
-        self._policy = _Policy()
-        self._before = 0
-        plan = RunPlan(op=self.op.name, language=self.language, whole=False)
-        settings = {"plan": plan.model_dump(mode="json"), "iterations": self.turns}
-        self._run = Run.create(self.folder, command="training", settings=settings)
-        result = self._advance()
-        assert result is None, "no loop ends before it has asked"
-        return self._question()
+        Args:
+            options: what is asked for.
+            judge: gives verdicts; None: the judge that the options name.
+        """
+        self.options = options or EnvironmentOptions()
+        self._judge = judge or self._judged
+        self._known: dict[tuple[str, str], RewardResult] = {}
+        self._op: Op | None = None
+        self._number = 0
+        self._done = True
 
-    def step(self, reply: str) -> Turn:
-        """Judge what a reply holds.
+    @property
+    def done(self) -> bool:
+        """Whether no episode is open."""
+        return self._done
+
+    def reset(self, op: str) -> str:
+        """Begin an episode on an op; the prompt.
 
         Raises:
-            UsageError: no episode is open.
-            WaitingError: the judge is remote, and its verdict has not come; the same call goes on.
-            PatcherError: the judge cannot judge here.
+            UsageError: no such op, or it has no sweep for the judge's device.
         """
-        if self._run is None or self._policy.asked is None:
-            raise UsageError("no episode is open", "call reset first")
-        text = Cleaner("").text(reply[:TEXT_CHARACTERS])
-        self._policy.replies[self._policy.asked.step] = text
-        result = self._advance()
-        attempts = self._attempts(result)
-        [attempt] = attempts[self._before :]
-        self._before = len(attempts)
-        found = self._found.get(attempt.digest or "")
-        if result is not None:
-            self._policy.asked = None
-        return Turn(
-            reward=self.scheme.value(found) if found else self.scheme.unreadable,
-            outcome=attempt.outcome.value,
-            why=found.reward.why if found else attempt.detail,
-            done=result is not None,
-            question=() if result is not None else self._question(),
-            digest=attempt.digest,
-        )
+        self._op, self._number, self._done = load_op(op), 0, False
+        return self._prompts(self._op).generate(None)
 
-    def close(self) -> None:
-        """End the episode; its run stays."""
-        if self._run is not None:
-            self._run.close()
-        self._run = None
+    def step(self, reply: str) -> Turn:
+        """Judge a reply.
 
-    def _advance(self) -> LoopResult | None:
-        """Go on until the loop asks; what it found, if it ended."""
-        assert self._run is not None
-        asked, self._policy.asked = self._policy.asked, None
-        try:
-            return run_loop(
-                self._run,
-                self.op,
-                self.language,
-                self._policy,
-                self._judge,
-                self.turns,
-                self._hardware,
-                # a policy writes kernels; what an adviser would say is not its reply
-                without=("analyse", "diagnose"),
+        Raises:
+            UsageError: no episode has begun, or it has ended.
+            PatcherError: as `patcher.judges.reward.judge_for_reward`.
+        """
+        op, options = self._op, self.options
+        if op is None or self._done:
+            raise UsageError("the episode has ended", "reset(op) begins another")
+        self._number += 1
+        self._done = self._number >= options.turns
+        source = extract_source(reply, options.language, op.name)
+        if isinstance(source, ReplyFailure):
+            why = f"generation failure: {source.detail}"
+            return Turn(
+                op=op.name,
+                number=self._number,
+                observation=f"Your reply could not be used: {source.detail}.\n",
+                reward=TurnReward(value=WRONG, why=why, shaping=options.shaping),
+                done=self._done,
+                failure=source,
             )
-        except WaitingError:
-            if self._policy.asked is None:  # the judge's, not the policy's
-                self._policy.asked = asked
-                raise
-            return None
-
-    def _judge(self, candidate: Candidate) -> Evaluation:
-        assert self._run is not None
-        found = judged(candidate, self.scheme, self.settings, self.where, self._run.id)
-        self._found[candidate.digest] = found
-        # feedback is of what failed, else against the strongest that was judged
-        return min(found.evaluations.values(), key=lambda one: one.geomean_speedup or 0.0)
-
-    def _attempts(self, result: LoopResult | None) -> list[Attempt]:
-        if result is not None:
-            return list(result.iterations)
-        assert self._run is not None
-        files = self._run.path.glob(f"ops/{self.op.name}/*/attempt.json")
-        found = [Attempt.model_validate_json(file.read_bytes()) for file in files]
-        return sorted(found, key=lambda attempt: attempt.iteration)
-
-    def _question(self) -> tuple[Message, ...]:
-        asked = self._policy.asked
-        assert asked is not None
-        return (
-            Message(role="system", content=asked.system),
-            Message(role="user", content=asked.prompt),
+        candidate = Candidate(op=op.name, language=options.language, source=source)
+        key = (op.digest, candidate.digest)
+        if key not in self._known:
+            self._known[key] = self._judge(candidate, self._settings())
+        judged = self._known[key]
+        self._done = self._done or judged.reward.value == 3
+        return Turn(
+            op=op.name,
+            number=self._number,
+            observation=self._observation(op, judged),
+            reward=shaped(judged, options.shaping),
+            done=self._done,
+            evaluations=judged.evaluations,
         )
 
-
-class _Policy:
-    """The trainer's model as the loop sees it."""
-
-    name = "policy"
-
-    def __init__(self) -> None:
-        self.replies: dict[str, str] = {}
-        self.asked: Request | None = None
-
-    def worst_cost_usd(self, request: Request) -> float | None:
-        return 0.0
-
-    def ask(self, request: Request) -> Reply:
-        """Raises: WaitingError: the trainer has not answered this question."""
-        text = self.replies.get(request.step)
-        if text is None:
-            self.asked = request
-            raise WaitingError("waiting for the trainer's model", "call step with its reply")
-        return Reply(
-            text=text,
-            model=self.name,
-            usage=Usage(),
-            stop_reason="end_turn",
-            source="exchange",
-            prompt_digest=request.digest,
+    def _settings(self) -> JudgeSettings:
+        options = self.options
+        return JudgeSettings(
+            device=judge_device_kind(options.judge, options.language),
+            threads=options.threads,
+            pairs=options.pairs,
+            points=options.points,
         )
+
+    def _judged(self, candidate: Candidate, settings: JudgeSettings) -> RewardResult:
+        return judge_for_reward(
+            self.options.judge,
+            candidate,
+            settings,
+            f"training/{candidate.op}/{candidate.digest}",
+            lambda *_: None,
+            self.options.against,
+            self.options.counters,
+        )
+
+    def _prompts(self, op: Op) -> Prompts:
+        options = self.options
+        hardware = judge_hardware(options.judge, options.language, options.threads)
+        device = judge_device_kind(options.judge, options.language)
+        return Prompts(op, options.language, hardware, op.sweep(device))
+
+    def _observation(self, op: Op, judged: RewardResult) -> str:
+        """Outcome, failed checks and compiler output, or timings and counters."""
+        parts = [f"Outcome: {judged.reward.why}.\n"]
+        for baseline, found in judged.evaluations.items():
+            if not found.right:
+                parts += [
+                    f"Failed check `{e.name}`:\n{quote(e.detail)}\n" for e in found.failed_checks
+                ]
+                head = found.outcome is Outcome.COMPILATION_FAILURE
+                if log := clip(found.log, head=head):
+                    parts.append(f"Output:\n{quote(log)}\n")
+                continue
+            sweep = op.sweep(judge_device_kind(self.options.judge, self.options.language))
+            parts.append(f"Against `{baseline}`:\n\n{timing_table(op, sweep, found)}\n")
+            if counters := counters_table(found.counters):
+                parts.append(f"Hardware counters (Nsight Compute):\n\n{counters}\n")
+        parts.append("Reply with the whole improved source file in one code block.\n")
+        return "\n".join(parts)

@@ -2,22 +2,24 @@
 
     python -m verl.trainer.main_ppo \\
         reward.custom_reward_function.path=pkg://patcher.training.verl \\
-        +reward.custom_reward_function.reward_kwargs.where=ray ...
+        +reward.custom_reward_function.reward_kwargs.judge=ray ...
 
-verl has several workers for rewards. A judge of this machine is asked by one at a time; with a
-cluster, `where=ray` has a judge for each GPU.
+verl has several workers for rewards. The judge of one machine is asked by one at a time; on a
+cluster, `judge=ray` has one for each GPU.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-from patcher.bench import Language
-from patcher.judges import LOCAL
-from patcher.training.rewards import reward_scheme
-from patcher.training.trainers import RewardFunction, questions
+from patcher.bench import Language, Outcome
+from patcher.training.environment import EnvironmentOptions, KernelEnvironment
+from patcher.training.shaping import Shaping
+
+_ONE = threading.Lock()
 
 
 def compute_score(
@@ -26,12 +28,12 @@ def compute_score(
     ground_truth: str,
     extra_info: Mapping[str, Any] | None = None,
     *,
-    language: str = Language.CPP,
-    scheme: str = "milestones",
-    where: str = LOCAL,
+    language: str = Language.CUDA,
+    scale: Literal["milestones", "log-speedup"] = "milestones",
+    judge: str = "local",
     **more: Any,
 ) -> dict[str, float]:
-    """`score` of a reply, whether it was `right`, and whether it was `caught` at a trick.
+    """`score` of a reply, whether it was `right`, and whether it was `caught` breaking a rule.
 
     Args:
         data_source: of the row; not used.
@@ -39,42 +41,47 @@ def compute_score(
         ground_truth: the op.
         extra_info: of the row; not used.
         language: of the kernels.
-        scheme: a name or a JSON file, as `reward_scheme` takes it.
-        where: who judges, as `--judge` names it.
+        scale: see `Shaping`.
+        judge: see `EnvironmentOptions`.
         more: of verl; not used.
 
     Raises:
-        UsageError: no such scheme, op or judge.
+        UsageError: no such op or judge.
         PatcherError: the judge cannot judge here.
     """
-    one = _function(Language(language), scheme, where).judge(solution_str, ground_truth)
+    environment = _environment(Language(language), scale, judge)
+    with _ONE:
+        environment.reset(ground_truth)
+        turn = environment.step(solution_str)
+    found = turn.evaluations.values()
     return {
-        "score": one.reward,
-        "right": float(one.outcome in ("correct", "too_slow")),
-        "caught": float(one.outcome == "guard_violation"),
+        "score": turn.reward.value,
+        "right": float(bool(found) and all(one.right for one in found)),
+        "caught": float(any(one.outcome is Outcome.GUARD_VIOLATION for one in found)),
     }
 
 
 @functools.cache
-def _function(language: Language, scheme: str, where: str) -> RewardFunction:
-    return RewardFunction(language, scheme=reward_scheme(scheme), where=where)
+def _environment(
+    language: Language, scale: Literal["milestones", "log-speedup"], judge: str
+) -> KernelEnvironment:
+    shaping = Shaping(scale=scale)
+    return KernelEnvironment(EnvironmentOptions(language, turns=1, shaping=shaping, judge=judge))
 
 
-def rows(
-    ops: Sequence[str], language: Language = Language.CPP, where: str = LOCAL
-) -> list[dict[str, Any]]:
-    """A row for each op: `Dataset.from_list(rows(ops)).to_parquet("train.parquet")`.
+def rows(environment: KernelEnvironment, ops: Iterable[str]) -> list[dict[str, Any]]:
+    """A row for each op: `Dataset.from_list(rows(environment, ops)).to_parquet("train.parquet")`.
 
     Raises:
-        MissingError: this machine has no device for the language.
+        UsageError: no such op, or it has no sweep for the judge's device.
     """
     return [
         {
             "data_source": "patcher",
-            "prompt": row["prompt"],
+            "prompt": [{"role": "user", "content": environment.reset(op)}],
             "ability": "code",
-            "reward_model": {"style": "rule", "ground_truth": row["op"]},
+            "reward_model": {"style": "rule", "ground_truth": op},
             "extra_info": {"index": index},
         }
-        for index, row in enumerate(questions(ops, language, where))
+        for index, op in enumerate(ops)
     ]

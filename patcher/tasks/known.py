@@ -1,0 +1,79 @@
+"""Structures that no task may have: those of benchmarks that a user names, and of our own ops."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from patcher.bench import Record, load_ops
+from patcher.bench.judge import Progress
+from patcher.tasks.pool import WorkerPool
+from patcher.tasks.records import Reason
+from patcher.tasks.structure import Structure
+
+LIKE = 0.9
+"""Likeness from which two structures count as one."""
+
+
+class KnownStructures(Record):
+    """`known.json`."""
+
+    against: dict[str, Structure]
+    """Of the problems that `--against` names."""
+    library: dict[str, Structure]
+    """Of our own ops."""
+    untraced: dict[str, str]
+    """What could not be compared with, and why."""
+
+    @cached_property
+    def _digests(self) -> dict[str, tuple[Reason, str]]:
+        found: dict[str, tuple[Reason, str]] = {}
+        for reason, name, structure in self._each():
+            if structure.digest:
+                found.setdefault(structure.digest, (reason, f"same structure as {name}"))
+        return found
+
+    def _each(self) -> list[tuple[Reason, str, Structure]]:
+        theirs: Reason = "like a benchmark's"
+        ours: Reason = "like an op of the library"
+        return [
+            *((theirs, name, each) for name, each in self.against.items()),
+            *((ours, name, each) for name, each in self.library.items()),
+        ]
+
+    def like(self, structure: Structure) -> tuple[Reason, str] | None:
+        """Why a structure is refused; None: it is new."""
+        if structure.digest in self._digests:
+            return self._digests[structure.digest]
+        for reason, name, each in self._each():
+            if (likeness := structure.likeness(each)) >= LIKE:
+                return reason, f"{likeness:.2f} like {name}"
+        return None
+
+
+def nearest(structure: Structure, among: dict[str, Structure]) -> tuple[str, float]:
+    """The most alike, and how alike; an empty name: there is none."""
+    ranked = [(structure.likeness(each), name) for name, each in among.items()]
+    likeness, name = max(ranked, default=(0.0, ""))
+    return name, likeness
+
+
+def trace_known(pool: WorkerPool, problems: list[Path], report: Progress) -> KnownStructures:
+    """Trace the problems, in the sandbox, and the library."""
+    jobs = {
+        (False, name): pool.submit("library", folder=str(op.folder))
+        for name, op in load_ops().items()
+    }
+    for path in problems:
+        key = (True, f"{path.resolve().parent.name}/{path.name}")
+        jobs[key] = pool.submit("problem", path=str(path))
+    found: dict[bool, dict[str, Structure]] = {False: {}, True: {}}
+    untraced: dict[str, str] = {}
+    for done, ((against, name), job) in enumerate(jobs.items()):
+        report("known structures", done, len(jobs))
+        result, why = job.result()
+        if result is None:
+            untraced[name] = why
+        else:
+            found[against][name] = Structure.model_validate(result)
+    return KnownStructures(against=found[True], library=found[False], untraced=untraced)
