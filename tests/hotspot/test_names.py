@@ -217,7 +217,7 @@ def test_printable_takes_the_terminal_away() -> None:
     assert printable("gemm\u202e\u2066tset\u200b") == "gemm tset "
 
 
-@pytest.mark.parametrize(("origin", "operation", "name"), rows("expected.tsv"))
+@pytest.mark.parametrize(("origin", "operation", "name"), rows("expected.tsv.gz"))
 def test_kernels_judged_by_hand(origin: str, operation: str, name: str) -> None:
     assert classify(name) == (origin, operation)
 
@@ -249,7 +249,7 @@ def test_the_two_spellings_of_a_kernel_are_classified_alike() -> None:
 
 
 def test_the_tables_are_tables() -> None:
-    for name, columns in (("expected.tsv", 3), ("times.tsv.gz", 3)):
+    for name, columns in (("expected.tsv.gz", 3), ("times.tsv.gz", 3)):
         text = text_of(f"names/{name}")
         assert {len(row) for row in csv.reader(text.splitlines(), "excel-tab", quoting=3)} == {
             columns
