@@ -30,7 +30,7 @@ DECODE_SHARE = 0.25
 PRECISIONS = {"cpu": {"fp32": 6, "bf16": 3, "fp16": 1}, "cuda": {"fp32": 3, "tf32": 3, "bf16": 4}}
 RATES = {"cpu": (8e9, 4e10), "cuda": (2e12, 3e13)}
 """Bytes and operations per second with which sizes are chosen; no measurement of any machine."""
-LARGE_MS, DECODE_MS = (1.0, 60.0), (0.0, 60.0)
+LARGE_MS, DECODE_MS = (1.0, 30.0), (0.0, 30.0)
 """Bounds of the estimate, inside 1 to 100 ms since an estimate is wrong by some factor."""
 MOST_CALL_BYTES = 300 << 20
 """The judge takes a third of a GiB a call."""

@@ -6,13 +6,16 @@ on a clock: times are measured and written beside. The folder can be resumed aft
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import platform
 import shutil
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -106,7 +109,7 @@ def create_tasks(out: Path, options: TaskOptions, report: Progress) -> CreatedTa
     problems = _problem_files(options.against)
     header = _header(options, problems)
     _open(out, header)
-    with WorkerPool(options.workers, options.timeout_s) as pool:
+    with _alone(out), WorkerPool(options.workers, options.timeout_s) as pool:
         known_file = out / KNOWN
         if not known_file.is_file():
             known = trace_known(pool, problems, report)
@@ -248,6 +251,19 @@ def split_of(structure: Structure, held_out_pct: float) -> Split:
     """The split of a structure, whatever the seed: all orders of the same operators share one."""
     drawn = int(structure.family[:8], 16) / 16**8
     return "held-out" if 100 * drawn < held_out_pct else "train"
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep every other process from writing to the folder."""
+    with (out / HEADER).open("rb") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another process creates tasks in {out}", "wait for it, or give another folder"
+            ) from error
+        yield
 
 
 def _problem_files(paths: tuple[Path, ...]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -257,4 +258,8 @@ def test_other_options_need_another_folder(
     assert create(tmp_path, benchmark) == 2
     assert "not empty" in capsys.readouterr().err
     assert create(tmp_path / "new", benchmark, "--device", "tpu") == 2
+    with (created / "created.json").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert create(created, benchmark) == 2
+        assert "another process" in capsys.readouterr().err
     assert written(created) == before
