@@ -134,14 +134,16 @@ def _runs(path: Path, seed: int, device: DeviceKind) -> tuple[Any, list[Tensor],
     """The module, inputs and their result, which is finite, repeats itself and depends on them."""
     space: dict[str, Any] = {"__name__": "problem"}
     exec(compile(path.read_text(encoding="utf-8"), path.name, "exec"), space)
-    made = []
+
+    def built() -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(seed)
+        module = space["Model"](*space["get_init_inputs"]()).to(device)
+        return module, [each.to(device) for each in space["get_inputs"]()]
+
     try:
-        for _ in range(2):
-            torch.manual_seed(seed)
-            module = space["Model"](*space["get_init_inputs"]()).to(device)
-            inputs = [each.to(device) for each in space["get_inputs"]()]
-            made.append(_called(module, inputs))
-        made.append(_called(module, inputs))
+        made = [_called(*built())]
+        module, inputs = built()
+        made += [_called(module, inputs), _called(module, inputs)]
         other = _called(module, [each.to(device) for each in space["get_inputs"]()])
     except RuntimeError as error:
         raise _Filtered("eager fails", error) from error

@@ -66,7 +66,7 @@ def _traced(op: Op) -> fx.GraphModule:
     def run(*tensors: torch.Tensor) -> list[Any]:
         return list(op.reference(**dict(zip(given, tensors, strict=True)), **scalars).values())
 
-    table = dict(core_aten_decompositions())
+    table: Any = dict(core_aten_decompositions())
     with torch.no_grad():
         try:
             traced = make_fx(run, table, "fake")(*given.values())
