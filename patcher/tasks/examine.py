@@ -135,15 +135,15 @@ def _runs(path: Path, seed: int, device: DeviceKind) -> tuple[Any, list[Tensor],
     space: dict[str, Any] = {"__name__": "problem"}
     exec(compile(path.read_text(encoding="utf-8"), path.name, "exec"), space)
 
-    def fresh() -> tuple[Any, list[Tensor]]:
+    def built() -> tuple[Any, list[Tensor]]:
         torch.manual_seed(seed)
         module = space["Model"](*space["get_init_inputs"]()).to(device)
         return module, [each.to(device) for each in space["get_inputs"]()]
 
     try:
-        made = [_called(*fresh())]
-        module, inputs = fresh()
-        made += [_called(module, inputs) for _ in range(2)]
+        made = [_called(*built())]
+        module, inputs = built()
+        made += [_called(module, inputs), _called(module, inputs)]
         other = _called(module, [each.to(device) for each in space["get_inputs"]()])
     except RuntimeError as error:
         raise _Filtered("eager fails", error) from error

@@ -150,7 +150,7 @@ def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
                 raise MissingError("no compiler")
             return [evaluation("eager", FAST, digest=candidates[0].digest)]
 
-    monkeypatch.setattr(judged_, "open_judges", lambda _w, s, *_: Scripted(s.baseline))
+    monkeypatch.setattr(judged_, "open_judges", lambda _w, s, *_, **_k: Scripted(s.baseline))
     candidate = Candidate(op=OP, language=Language.CPP, source="x")
     found = judge_for_reward("local", candidate, JudgeSettings(), "t", lambda *_: None)
     assert (found.reward.value, found.reward.missing) == (2, {"torch.compile": "no compiler"})
