@@ -62,7 +62,7 @@ _OUT = {"rows": "rows", "sequence": "sequence", "tokens": "sequence"}
 _SPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
-class Composition(Record):
+class ModuleComposition(Record):
     """A composed problem."""
 
     name: str
@@ -95,7 +95,7 @@ def operators() -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-def compose(seed: int, index: int, device: DeviceKind) -> Composition:
+def compose(seed: int, index: int, device: DeviceKind) -> ModuleComposition:
     """Candidate `index` of a seed.
 
     Raises:
@@ -126,7 +126,7 @@ class _Draft:
     ms: float = 0.0
     """The estimate: each step reads its operands and writes its result."""
 
-    def composition(self, number: str) -> Composition:
+    def composition(self, number: str) -> ModuleComposition:
         draw = self.draw
         depth = _weighted(draw, DEPTHS)
         decode = draw.random() < DECODE_SHARE
@@ -144,7 +144,7 @@ class _Draft:
         called = sum(4 * each.numel() for each in (*self.inputs.values(), result)) + self.bytes
         if called > MOST_CALL_BYTES:
             raise NoFit("its tensors exceed what the judge takes")
-        return Composition(
+        return ModuleComposition(
             name=f"task_{number}_{'_'.join(self.names)}"[:80].rstrip("_"),
             source=self._source(number, result),
             operators=tuple(self.names),

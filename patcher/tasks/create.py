@@ -30,7 +30,7 @@ from patcher.tasks.compose import DeviceKind
 from patcher.tasks.datasheet import write_sheets
 from patcher.tasks.examine import Examined
 from patcher.tasks.known import KnownStructures, trace_known
-from patcher.tasks.pool import JobResult, WorkerPool
+from patcher.tasks.pool import WorkerPool, WorkerReply
 from patcher.tasks.records import (
     CANDIDATES,
     CLASS_MS,
@@ -38,13 +38,13 @@ from patcher.tasks.records import (
     OPS,
     PROBLEMS,
     TIMES,
-    Candidate,
     Reason,
     Split,
     Task,
+    TaskCandidate,
     Time,
 )
-from patcher.tasks.structure import Structure
+from patcher.tasks.structure import GraphStructure
 
 HEADER, KNOWN = "created.json", "known.json"
 _MOST_TRIED = 200
@@ -141,7 +141,7 @@ def _fill(
     report: Progress,
 ) -> None:
     """Examine candidates ahead, and take them in order, so that the outcome has one order."""
-    ahead: deque[tuple[int, Future[JobResult]]] = deque()
+    ahead: deque[tuple[int, Future[WorkerReply]]] = deque()
     index = len(candidates.all)
     lock = str(candidates.folder / ".timing.lock")
     while len(candidates.tasks) < options.count:
@@ -167,12 +167,12 @@ class _Candidates:
 
     def __init__(self, folder: Path, header: Header, known: KnownStructures) -> None:
         self.folder, self._header, self._known = folder, header, known
-        self.all: list[Candidate] = []
+        self.all: list[TaskCandidate] = []
         path = folder / CANDIDATES
         kept = b""
         for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
             try:
-                self.all.append(Candidate.model_validate_json(line))
+                self.all.append(TaskCandidate.model_validate_json(line))
             except ValidationError:
                 break  # written in part when it was killed
             kept += line
@@ -189,11 +189,11 @@ class _Candidates:
             found[each.reason] = found.get(each.reason, 0) + 1
         return found
 
-    def take(self, index: int, job: JobResult) -> None:
+    def take(self, index: int, job: WorkerReply) -> None:
         """Hold an examined candidate against the others, and write it down."""
         if job.result is None:
             reason: Reason = "timed out" if job.why == "timed out" else "crashed"
-            candidate = Candidate(index=index, reason=reason, detail=job.why)
+            candidate = TaskCandidate(index=index, reason=reason, detail=job.why)
         else:
             candidate = self._compared(Examined.model_validate(job.result))
         line = candidate.model_dump_json(exclude_defaults=True) + "\n"
@@ -201,21 +201,23 @@ class _Candidates:
             file.write(line)
         self.all.append(candidate)
 
-    def _compared(self, found: Examined) -> Candidate:
+    def _compared(self, found: Examined) -> TaskCandidate:
         reason, detail, structure = found.reason, found.detail, found.structure
         if reason != "kept":
-            return Candidate(index=found.index, reason=reason, detail=detail)
+            return TaskCandidate(index=found.index, reason=reason, detail=detail)
         assert structure is not None
         if structure.digest in self._structures:
-            return Candidate(index=found.index, reason="duplicate", structure=structure)
+            return TaskCandidate(index=found.index, reason="duplicate", structure=structure)
         if near := self._known.like(structure):
             reason, detail = near
-            return Candidate(index=found.index, reason=reason, detail=detail, structure=structure)
+            return TaskCandidate(
+                index=found.index, reason=reason, detail=detail, structure=structure
+            )
         task = self._written(found, structure)
         self._structures.add(structure.digest)
-        return Candidate(index=found.index, reason="kept", task=task, structure=structure)
+        return TaskCandidate(index=found.index, reason="kept", task=task, structure=structure)
 
-    def _written(self, found: Examined, structure: Structure) -> Task:
+    def _written(self, found: Examined, structure: GraphStructure) -> Task:
         made = found.composition
         assert made is not None
         problem = f"{made.name}.py"
@@ -247,7 +249,7 @@ class _Candidates:
         )
 
 
-def split_of(structure: Structure, held_out_pct: float) -> Split:
+def split_of(structure: GraphStructure, held_out_pct: float) -> Split:
     """The split of a structure, whatever the seed: all orders of the same operators share one."""
     drawn = int(structure.family[:8], 16) / 16**8
     return "held-out" if 100 * drawn < held_out_pct else "train"

@@ -11,14 +11,14 @@ from typing import Any
 
 from patcher.runs.durable import write_whole
 from patcher.tasks.known import LIKE, KnownStructures, nearest
-from patcher.tasks.records import Candidate, Time, load_times
-from patcher.tasks.structure import Structure
+from patcher.tasks.records import TaskCandidate, Time, load_times
+from patcher.tasks.structure import GraphStructure
 
 _BINS = (0.25, 0.5, 0.75, LIKE)
 
 
 def write_sheets(
-    folder: Path, header: Mapping[str, Any], candidates: list[Candidate], known: KnownStructures
+    folder: Path, header: Mapping[str, Any], candidates: list[TaskCandidate], known: KnownStructures
 ) -> None:
     """Write `datasheet.json`, `datasheet.md`, `decontamination.json` and `decontamination.md`."""
     kept = {each.task.op for each in candidates if each.task}
@@ -34,7 +34,7 @@ def write_sheets(
 
 
 def datasheet(
-    header: Mapping[str, Any], candidates: list[Candidate], times: list[Time]
+    header: Mapping[str, Any], candidates: list[TaskCandidate], times: list[Time]
 ) -> dict[str, Any]:
     """What the tasks are, and what was filtered."""
     tasks = [each.task for each in candidates if each.task]
@@ -69,7 +69,7 @@ def datasheet(
     }
 
 
-def decontamination(candidates: list[Candidate], known: KnownStructures) -> dict[str, Any]:
+def decontamination(candidates: list[TaskCandidate], known: KnownStructures) -> dict[str, Any]:
     """How far the tasks are from benchmarks, from our ops, and the splits from each other."""
     kept = [(each.task, each.structure) for each in candidates if each.task and each.structure]
     tasks = {task.op: structure for task, structure in kept}
@@ -99,7 +99,9 @@ def decontamination(candidates: list[Candidate], known: KnownStructures) -> dict
     }
 
 
-def _distances(tasks: dict[str, Structure], among: dict[str, Structure]) -> dict[str, Any]:
+def _distances(
+    tasks: dict[str, GraphStructure], among: dict[str, GraphStructure]
+) -> dict[str, Any]:
     """Of each task to the nearest: a histogram, and the ten nearest."""
     found = {name: nearest(structure, among) for name, structure in tasks.items()}
     ranked = sorted(found.items(), key=lambda each: -each[1][1])[:10] if among else []
@@ -113,11 +115,11 @@ def _distances(tasks: dict[str, Structure], among: dict[str, Structure]) -> dict
     }
 
 
-def _digests(tasks: dict[str, Structure]) -> set[str]:
+def _digests(tasks: dict[str, GraphStructure]) -> set[str]:
     return {each.digest for each in tasks.values()}
 
 
-def _families(tasks: dict[str, Structure]) -> set[str]:
+def _families(tasks: dict[str, GraphStructure]) -> set[str]:
     return {each.family for each in tasks.values()}
 
 

@@ -25,9 +25,9 @@ from patcher.integrate import (
     import_problems,
     own_problem_op,
 )
-from patcher.tasks.compose import Composition, DeviceKind, NoFit, compose
+from patcher.tasks.compose import DeviceKind, ModuleComposition, NoFit, compose
 from patcher.tasks.records import Reason
-from patcher.tasks.structure import Structure, structure_of
+from patcher.tasks.structure import GraphStructure, structure_of
 
 ORIGIN = "patcher tasks"
 SAME = 1e-2
@@ -41,8 +41,8 @@ class Examined(Record):
     index: int
     reason: Reason
     detail: str = ""
-    composition: Composition | None = None
-    structure: Structure | None = None
+    composition: ModuleComposition | None = None
+    structure: GraphStructure | None = None
     op: str = ""
     files: dict[str, str] = Field(default_factory=dict)
     """Of the op, by path."""
@@ -86,7 +86,7 @@ def examine(seed: int, index: int, device: DeviceKind, compiled: bool, lock: str
     return Examined(reason="kept", **found)
 
 
-def library_structure(folder: str) -> Structure:
+def library_structure(folder: str) -> GraphStructure:
     """The structure of an op of the library.
 
     Raises:
@@ -95,7 +95,7 @@ def library_structure(folder: str) -> Structure:
     return _traced(Op(Path(folder)))
 
 
-def problem_structure(path: str) -> Structure:
+def problem_structure(path: str) -> GraphStructure:
     """The structure of a stranger's problem file, which runs in the sandbox alone.
 
     Raises:
@@ -108,7 +108,7 @@ def problem_structure(path: str) -> Structure:
         return _traced(written(Path(folder), imported.ops[0], imported.files))
 
 
-def _traced(op: Op) -> Structure:
+def _traced(op: Op) -> GraphStructure:
     try:
         return structure_of(op)
     except Exception as error:  # tracing raises what it likes
@@ -123,7 +123,7 @@ def written(folder: Path, name: str, files: dict[str, bytes]) -> Op:
     return Op(folder / name)
 
 
-def _composed(seed: int, index: int, device: DeviceKind) -> Composition:
+def _composed(seed: int, index: int, device: DeviceKind) -> ModuleComposition:
     try:
         return compose(seed, index, device)
     except NoFit as reason:
@@ -173,7 +173,7 @@ def _op_of(path: Path, precision: str) -> tuple[str, dict[str, bytes]]:
         raise _Filtered("cannot be an op", reason) from reason
 
 
-def _structured(op: Op) -> Structure:
+def _structured(op: Op) -> GraphStructure:
     try:
         found = _traced(op)
     except Refused as reason:

@@ -9,7 +9,7 @@ from patcher.bench import Record, load_ops
 from patcher.bench.judge import Progress
 from patcher.tasks.pool import WorkerPool
 from patcher.tasks.records import Reason
-from patcher.tasks.structure import Structure
+from patcher.tasks.structure import GraphStructure
 
 LIKE = 0.9
 """Likeness from which two structures count as one."""
@@ -18,9 +18,9 @@ LIKE = 0.9
 class KnownStructures(Record):
     """`known.json`."""
 
-    against: dict[str, Structure]
+    against: dict[str, GraphStructure]
     """Of the problems that `--against` names."""
-    library: dict[str, Structure]
+    library: dict[str, GraphStructure]
     """Of our own ops."""
     untraced: dict[str, str]
     """What could not be compared with, and why."""
@@ -33,7 +33,7 @@ class KnownStructures(Record):
                 found.setdefault(structure.digest, (reason, f"same structure as {name}"))
         return found
 
-    def _each(self) -> list[tuple[Reason, str, Structure]]:
+    def _each(self) -> list[tuple[Reason, str, GraphStructure]]:
         theirs: Reason = "like a benchmark's"
         ours: Reason = "like an op of the library"
         return [
@@ -41,7 +41,7 @@ class KnownStructures(Record):
             *((ours, name, each) for name, each in self.library.items()),
         ]
 
-    def like(self, structure: Structure) -> tuple[Reason, str] | None:
+    def like(self, structure: GraphStructure) -> tuple[Reason, str] | None:
         """Why a structure is refused; None: it is new."""
         if structure.digest in self._digests:
             return self._digests[structure.digest]
@@ -51,7 +51,7 @@ class KnownStructures(Record):
         return None
 
 
-def nearest(structure: Structure, among: dict[str, Structure]) -> tuple[str, float]:
+def nearest(structure: GraphStructure, among: dict[str, GraphStructure]) -> tuple[str, float]:
     """The most alike, and how alike; an empty name: there is none."""
     ranked = [(structure.likeness(each), name) for name, each in among.items()]
     likeness, name = max(ranked, default=(0.0, ""))
@@ -67,7 +67,7 @@ def trace_known(pool: WorkerPool, problems: list[Path], report: Progress) -> Kno
     for path in problems:
         key = (True, f"{path.resolve().parent.name}/{path.name}")
         jobs[key] = pool.submit("problem", path=str(path))
-    found: dict[bool, dict[str, Structure]] = {False: {}, True: {}}
+    found: dict[bool, dict[str, GraphStructure]] = {False: {}, True: {}}
     untraced: dict[str, str] = {}
     for done, ((against, name), job) in enumerate(jobs.items()):
         report("known structures", done, len(jobs))
@@ -75,5 +75,5 @@ def trace_known(pool: WorkerPool, problems: list[Path], report: Progress) -> Kno
         if result is None:
             untraced[name] = why
         else:
-            found[against][name] = Structure.model_validate(result)
+            found[against][name] = GraphStructure.model_validate(result)
     return KnownStructures(against=found[True], library=found[False], untraced=untraced)

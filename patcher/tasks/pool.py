@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 
 
-class JobResult(NamedTuple):
+class WorkerReply(NamedTuple):
     """What became of a job."""
 
     result: dict[str, Any] | None
@@ -48,11 +48,11 @@ class WorkerPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers)
 
-    def submit(self, job: str, **given: Any) -> Future[JobResult]:
+    def submit(self, job: str, **given: Any) -> Future[WorkerReply]:
         """Queue a job of `patcher.tasks.worker` by its name."""
         return self._threads.submit(self._run, json.dumps({"job": job, "given": given}))
 
-    def _run(self, line: str) -> JobResult:
+    def _run(self, line: str) -> WorkerReply:
         worker = self._idle.get()
         try:
             return worker.run(line, self._timeout_s)
@@ -78,7 +78,7 @@ class _Worker:
         self._stopped = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (until the pool is left)
 
-    def run(self, line: str, timeout_s: float) -> JobResult:
+    def run(self, line: str, timeout_s: float) -> WorkerReply:
         process = self._started()
         late = threading.Event()
 
@@ -101,11 +101,11 @@ class _Worker:
         if not told:
             _kill(process)
             self._process = None
-            return JobResult(None, "timed out" if late.is_set() else "crashed")
+            return WorkerReply(None, "timed out" if late.is_set() else "crashed")
         found = json.loads(told)
         if "unexpected" in found:
             raise RuntimeError(f"a worker failed:\n{found['unexpected']}")
-        return JobResult(found.get("result"), found.get("failed", ""))
+        return WorkerReply(found.get("result"), found.get("failed", ""))
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

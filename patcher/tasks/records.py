@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
-from patcher.tasks.structure import Structure
+from patcher.tasks.structure import GraphStructure
 
 INDEX, CANDIDATES, TIMES = "tasks.jsonl", "candidates.jsonl", "times.jsonl"
 PROBLEMS, OPS = "problems", "ops"
@@ -65,14 +65,14 @@ class Time(Record):
     """Whether it lies in the bounds of its size class."""
 
 
-class Candidate(Record):
+class TaskCandidate(Record):
     """What became of a candidate: a line of `candidates.jsonl`."""
 
     index: int
     reason: Reason
     detail: str = ""
     task: Task | None = None
-    structure: Structure | None = None
+    structure: GraphStructure | None = None
 
 
 def load_tasks(folder: Path, split: Split | None = None, timed: bool = False) -> list[Task]:

@@ -25,7 +25,7 @@ _MOVES = {
 _COMMUTES = frozenset(("add", "mul", "maximum", "minimum", "logaddexp", "hypot"))
 
 
-class Structure(Record):
+class GraphStructure(Record):
     """What stays of an op without its sizes."""
 
     digest: str
@@ -40,13 +40,13 @@ class Structure(Record):
         """sha256 over the operators alone, in any order: what a split keeps together."""
         return _sha(sorted(self.operators))
 
-    def likeness(self, other: Structure) -> float:
+    def likeness(self, other: GraphStructure) -> float:
         """Jaccard similarity of the parts, 0 to 1."""
         ours, theirs = Counter(self.parts), Counter(other.parts)
         return (ours & theirs).total() / max((ours | theirs).total(), 1)
 
 
-def structure_of(op: Op) -> Structure:
+def structure_of(op: Op) -> GraphStructure:
     """Trace an op's reference at the smallest point of its first sweep.
 
     Raises:
@@ -76,7 +76,7 @@ def _traced(op: Op) -> fx.GraphModule:
     return traced
 
 
-def structure_of_graph(module: fx.GraphModule) -> Structure:
+def structure_of_graph(module: fx.GraphModule) -> GraphStructure:
     """The structure of a traced graph."""
     digests: dict[fx.Node, str] = {}
     computed: dict[fx.Node, tuple[str, ...]] = {}
@@ -112,7 +112,7 @@ def structure_of_graph(module: fx.GraphModule) -> Structure:
     whole = _sha(
         [sorted(counted), [digests[n] for n in module.graph.nodes if n.op == "output"], read]
     )
-    return Structure(
+    return GraphStructure(
         digest=whole if operators else "", operators=tuple(operators), parts=dict(parts)
     )
 

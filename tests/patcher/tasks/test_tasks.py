@@ -25,7 +25,7 @@ from patcher.tasks.create import split_of
 from patcher.tasks.known import KnownStructures
 from patcher.tasks.pool import WorkerPool
 from patcher.tasks.records import load_times
-from patcher.tasks.structure import Structure, structure_of_graph
+from patcher.tasks.structure import GraphStructure, structure_of_graph
 
 SEED = 5
 COUNT = 2
@@ -68,7 +68,7 @@ def test_a_candidate_is_a_function_of_seed_and_index(device: Any) -> None:
     assert {name for each in made for name in each.operators} <= known
 
 
-def structure(function: Any, *sizes: tuple[int, ...]) -> Structure:
+def structure(function: Any, *sizes: tuple[int, ...]) -> GraphStructure:
     from torch._decomp import core_aten_decompositions
 
     def run(*tensors: torch.Tensor) -> Any:
