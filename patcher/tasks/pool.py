@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -142,5 +143,6 @@ class _Worker:
 def _kill(process: subprocess.Popen[str]) -> None:
     """Kill the process and what it started."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just died by itself
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

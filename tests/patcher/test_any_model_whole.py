@@ -73,7 +73,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(sys, "argv", words[words.index("patcher.hotspot.target") :])
         assert target.main() == 0
 
-    def compared(job: ABJob, folder: Path, progress: ABProgress) -> Measurement:
+    def compared(job: ABJob, folder: Path, progress: ABProgress, _keep: Path) -> Measurement:
         [found] = one_process.compare_here(job, [Patch.load(folder)], progress)
         return found
 
