@@ -21,7 +21,7 @@ PRINTS = {
     "rank_profile": r"\b1 +27\.8% +37\.07 [\s\S]*\bmoe_matmul_swiglu +27\.77",
     "read_run": r"\b0 +(correct|too_slow|guard_violation)\b",
     "replay_loop": r"<RunReport [\w-]+: 1 candidates",
-    "write_op": r"wrong\.cpp: mismatch[\s\S]*relu_squared\.cpp: (correct|too_slow|guard_violation)",
+    "write_op": r"wrong\.cpp: mismatch[\s\S]*relu_squared\.cpp: (correct|guard_violation)",
 }
 """What an example must print, besides ending well."""
 LONG = {"compare_throughput", "read_run"}
@@ -58,6 +58,8 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         done = run(script, folder)
+        if script.stem == "write_op" and "relu_squared.cpp: too_slow" in done.stdout:
+            continue  # its clock was right, and the machine was not
         if done.returncode == 0:
             assert re.search(PRINTS[script.stem], done.stdout), done.stdout
             return
