@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from patcher.bench import Record, UsageError, VerificationError
+from patcher.bench import Record, VerificationError
+from patcher.runs.durable import held_alone
 
 RecordOfFile = TypeVar("RecordOfFile", bound=Record)
 
@@ -43,12 +43,6 @@ def kept_until_done(folder: Path) -> Iterator[Path]:
         UsageError: another process measures the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when its holder dies
-        except BlockingIOError as error:
-            raise UsageError(
-                f"another process measures the same, in {folder}", "wait until it has ended"
-            ) from error
+    with held_alone(folder / "lock", "measures the same"):
         yield folder
         shutil.rmtree(folder)

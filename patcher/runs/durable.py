@@ -7,11 +7,12 @@ between any two of them leaves a run that can be resumed; `tests/support/killing
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from patcher.bench import MissingError
+from patcher.bench import MissingError, UsageError
 
 
 def append(handle: int, content: bytes, size: int) -> int:
@@ -121,3 +122,23 @@ def _on_disk(name: str) -> Iterator[None]:
             f"cannot write {name}: {error.strerror}",
             "check free space and permissions, then: patcher resume",
         ) from error
+
+
+@contextlib.contextmanager
+def held_alone(path: Path, doing: str) -> Iterator[None]:
+    """Hold a file, which is made if need be, so that no other process does the same beside it.
+
+    Args:
+        doing: what another process does then, for the error.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    with path.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when its holder dies
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another process {doing} in {path.parent}", "wait until it has ended"
+            ) from error
+        yield

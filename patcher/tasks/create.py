@@ -6,16 +6,13 @@ on a clock: times are measured and written beside. The folder can be resumed aft
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
 import platform
 import shutil
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +22,7 @@ from pydantic import Field, ValidationError
 from patcher.bench import SCHEMA_VERSION, MissingError, Record, UsageError, VerificationError
 from patcher.bench.judge import Progress
 from patcher.bench.machine.environment import device_name
-from patcher.runs.durable import write_whole
+from patcher.runs.durable import held_alone, write_whole
 from patcher.tasks.compose import DeviceKind
 from patcher.tasks.datasheet import write_sheets
 from patcher.tasks.examine import Examined
@@ -109,7 +106,10 @@ def create_tasks(out: Path, options: TaskOptions, report: Progress) -> CreatedTa
     problems = _problem_files(options.against)
     header = _header(options, problems)
     _open(out, header)
-    with _alone(out), WorkerPool(options.workers, options.timeout_s) as pool:
+    with (
+        held_alone(out / HEADER, "creates tasks"),
+        WorkerPool(options.workers, options.timeout_s) as pool,
+    ):
         known_file = out / KNOWN
         if not known_file.is_file():
             known = trace_known(pool, problems, report)
@@ -255,29 +255,18 @@ def split_of(structure: GraphStructure, held_out_pct: float) -> Split:
     return "held-out" if 100 * drawn < held_out_pct else "train"
 
 
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep every other process from writing to the folder."""
-    with (out / HEADER).open("rb") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"another process creates tasks in {out}", "wait for it, or give another folder"
-            ) from error
-        yield
-
-
 def _problem_files(paths: tuple[Path, ...]) -> list[Path]:
     from patcher.integrate import problem_files
 
-    found = [each for path in paths for each in problem_files(path)]
+    found: list[Path] = []
     for path in paths:
-        if not problem_files(path):
+        own = problem_files(path)
+        if not own:
             raise UsageError(
                 f"{path} has no KernelBench problem",
                 "give Python files with Model, get_inputs and get_init_inputs",
             )
+        found += own
     return found
 
 

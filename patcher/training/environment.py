@@ -105,8 +105,16 @@ class KernelEnvironment:
         Raises:
             UsageError: no such op, or it has no sweep for the judge's device.
         """
+        return self._prompts(self.begin(op)).generate(None)
+
+    def begin(self, op: str) -> Op:
+        """Begin an episode whose prompt is there already.
+
+        Raises:
+            UsageError: no such op.
+        """
         self._op, self._number, self._done = load_op(op), 0, False
-        return self._prompts(self._op).generate(None)
+        return self._op
 
     def step(self, reply: str) -> Turn:
         """Judge a reply.

@@ -32,7 +32,7 @@ def reward_function(environment: KernelEnvironment) -> Callable[..., list[float]
     ) -> list[float]:
         values = []
         for completion, name in zip(completions, op, strict=True):
-            environment.reset(name)
+            environment.begin(name)
             values.append(environment.step(_text(completion)).reward.value)
         return values
 
@@ -54,7 +54,7 @@ class ToolEnvironment:
 
     def reset(self, op: str, **_: Any) -> None:
         """Begin an episode; the row's prompt says the task already."""
-        self._environment.reset(op)
+        self._environment.begin(op)
         self._values = []
 
     def submit_kernel(self, source: str) -> str:

@@ -51,7 +51,7 @@ def compute_score(
     """
     environment = _environment(Language(language), scale, judge)
     with _ONE:
-        environment.reset(ground_truth)
+        environment.begin(ground_truth)
         turn = environment.step(solution_str)
     found = turn.evaluations.values()
     return {
