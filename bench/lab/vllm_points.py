@@ -127,8 +127,10 @@ class PointProof:
         """Run all checks of these patches, by op, which are in together.
 
         Raises:
-            PatcherError: a run failed.
+            PatcherError: a run failed, or an op has no case.
         """
+        if unknown := sorted({*patches} - {*CASES}):
+            raise PatcherError(f"no kernel names are known of {', '.join(unknown)}")
         checks = []
         narrow = {
             op: narrowed(patch, self.out / "bundles" / f"{op}-narrow", 1)
@@ -149,6 +151,9 @@ class PointProof:
         for mode in modes:
             stock = self.run(f"stock-{mode}", mode, profile=True)
             patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
+            launches = [sum(run["kernels"].values()) / self.steps for run in (stock, patched)]
+            what = f"{mode}: launches a step, stock and patched"
+            checks.append(check(what, launches[1] < launches[0], launches))
             for op, patch in patches.items():
                 counts = of_patch(patched, patch.manifest.id)
                 each = patch.calls_per_layer(patches.values()) or 0
@@ -300,8 +305,9 @@ class PointProof:
         if not patches:
             return {"PATCHER_PATCHES": "off"}
         home, receipts = (self.out / f"{name}.{kind}" for kind in ("home", "receipts"))
-        for left in (home, receipts):  # of a run that was cut off
-            shutil.rmtree(left, ignore_errors=True)
+        for left in (home, receipts):
+            if left.exists():  # of a run that was cut off
+                shutil.rmtree(left)
         on = patch_environment(patches, home, receipts)
         return on | {"PATCHER_STRICT": "0"}  # a patch that a mode leaves idle is a failed check
 
@@ -320,7 +326,8 @@ def shipped(op: Op) -> Candidate:
 
 def narrowed(patch: Patch, folder: Path, widest: int) -> Patch:
     """A copy of a patch, whose guards take at most `widest` tokens."""
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     shutil.copytree(patch.folder, folder)
     guards = patch.manifest.guards
     axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}

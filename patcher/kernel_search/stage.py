@@ -4,7 +4,7 @@ settings."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -77,11 +77,9 @@ def search_kernel(
     kind = judge_device_kind(where, language)
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
+    named = _named(settings, tuple(ADVISERS))
     models = {
-        role: resolve_model(settings[role], run.path)
-        if settings.get(role) not in (None, OFF)
-        else None
-        for role in ADVISERS
+        role: resolve_model(named[role], run.path) if role in named else None for role in ADVISERS
     }
     without: set[Role] = {asked for role, asked in ADVISERS.items() if settings.get(role) == OFF}
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
@@ -162,9 +160,17 @@ def require_models(settings: Mapping[str, Any]) -> None:
         MissingError: no API key.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        for role in ("model", *ADVISERS):
-            if settings.get(role) and not (role in ADVISERS and settings[role] == OFF):
-                resolve_model(settings[role], Path(scratch))
+        for spec in _named(settings, ("model", *ADVISERS)).values():
+            resolve_model(spec, Path(scratch))
+
+
+def _named(settings: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
+    """The models that the settings name, by role; an adviser that is off has none."""
+    return {
+        role: settings[role]
+        for role in roles
+        if settings.get(role) and not (role in ADVISERS and settings[role] == OFF)
+    }
 
 
 def resolve_model(spec: str, run_dir: Path) -> Model:

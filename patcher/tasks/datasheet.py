@@ -11,7 +11,7 @@ from typing import Any
 
 from patcher.runs.durable import write_whole
 from patcher.tasks.known import LIKE, KnownStructures, nearest
-from patcher.tasks.records import TaskCandidate, Time, load_times
+from patcher.tasks.records import CLASS_MS, TaskCandidate, Time, load_times
 from patcher.tasks.structure import GraphStructure
 
 _BINS = (0.25, 0.5, 0.75, LIKE)
@@ -158,11 +158,12 @@ def datasheet_text(sheet: dict[str, Any]) -> str:
         most = ", ".join(f"{shape} ({count})" for shape, count in list(shapes.items())[:8])
         lines.append(f"- {layout}: {most}")
     lines += ["", "## Measured times of eager", ""]
+    bounds = "; ".join(f"{name}: {low:g} to {high:g} ms" for name, (low, high) in CLASS_MS.items())
     for device, found in sheet["times"].items():
         lines.append(
             f"- {device}: median {found['median_ms']:.2f} ms, {found['smallest_ms']:.3f} to "
             f"{found['largest_ms']:.1f} ms; {found['inside_class']} of {found['tasks']} inside "
-            "their class (large: 1 to 100 ms; decode: up to 100 ms)"
+            f"their class ({bounds})"
         )
     return "\n".join(lines) + "\n"
 
