@@ -29,6 +29,7 @@ WORDS = {
     "selftest": ["--corpus", "no-such-thing"],
     "worker": ["--once", "jobs"],
     "demo": [],
+    "tasks create": [__file__],  # no folder
 }
 """Where what is made up of a command's parameters would take long."""
 
