@@ -203,7 +203,8 @@ def _run(words: list[str]) -> int:
 
 def main(name: str, target: Path) -> None:
     """Try all, and write down what came of each, a list for each command."""
-    for heavy in ("torch", "patcher.pipeline", "patcher.integrate", "patcher.hotspot"):
+    ours = ("patcher.pipeline", "patcher.integrate", "patcher.hotspot", "patcher.ab")
+    for heavy in ("torch", "scipy.stats", "rich.markdown", *ours):
         importlib.import_module(heavy)  # once, not in every fork
 
     condition = CONDITIONS[name]
