@@ -60,12 +60,16 @@ class PlanError(Exception):
     """A plan that cannot be run, in one sentence."""
 
 
-def read_plan(path: Path, values: Mapping[str, str]) -> list[GpuJob]:
-    """The jobs of a plan, in its order.
+def read_plan(path: Path, values: Mapping[str, str], only: Iterable[str] = ()) -> list[GpuJob]:
+    """The jobs of a plan, or those that are named, in its order.
 
     Raises:
         PlanError: a value that was not set, an unknown field or job, or jobs that wait in a circle.
     """
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    chosen = set(only)
+    if unknown := sorted(chosen - set(tables)):
+        raise PlanError(f"{path} has no job {', '.join(unknown)}, but {', '.join(tables)}")
 
     def filled(text: str) -> str:
         def value(found: re.Match[str]) -> str:
@@ -76,7 +80,13 @@ def read_plan(path: Path, values: Mapping[str, str]) -> list[GpuJob]:
         return re.sub(r"\{([a-z_0-9]+)\}", value, text)
 
     jobs: list[GpuJob] = []
-    for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    known = set[str]()
+    for name, table in tables.items():
+        if missing := set(table.get("after", ())) - known:
+            raise PlanError(f"{path}: {name} is after {', '.join(missing)}, not before it")
+        known.add(name)
+        if chosen and name not in chosen:
+            continue
         fields: dict[str, Any] = {
             key: filled(value) if isinstance(value, str) else value for key, value in table.items()
         }
@@ -85,11 +95,6 @@ def read_plan(path: Path, values: Mapping[str, str]) -> list[GpuJob]:
             jobs.append(GpuJob(name, **fields))
         except TypeError as error:
             raise PlanError(f"{path}: job {name}: {error}") from error
-    known = set[str]()
-    for job in jobs:
-        if missing := set(job.after) - known:
-            raise PlanError(f"{path}: {job.name} is after {', '.join(missing)}, not before it")
-        known.add(job.name)
     return jobs
 
 
@@ -299,10 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         values = dict(each.split("=", 1) for each in given.set)
-        jobs = read_plan(given.plan, values)
-        if given.only:
-            chosen = given.only.split(",")
-            jobs = [job for job in jobs if job.name in chosen]
+        jobs = read_plan(given.plan, values, given.only.split(",") if given.only else ())
         if given.detach:
             return detach(given.out.resolve(), [word for word in words if word != "--detach"])
         return GpuQueue(jobs, gpus_here(), given.out.resolve()).run()

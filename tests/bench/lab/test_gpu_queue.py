@@ -93,11 +93,22 @@ def test_a_plan_that_cannot_be_run_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_a_part_needs_its_own_values_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = '[a]\nrun = "echo {a}"\n[b]\nafter = ["a"]\nrun = "echo {b}"\n'
+    assert ran(tmp_path, plan, "--only", "b", "--set", "b=1") == 0
+    assert log(tmp_path, "b").split() == ["1"]
+    assert ran(tmp_path, plan, "--only", "b,c") == 2
+    assert "has no job c, but a, b" in capsys.readouterr().err
+
+
 def test_the_plan_of_vllm_names_what_there_is() -> None:
     root = Path(__file__).parents[3]
     kernels = root / "kernels"
-    values = {"engine": "engine", "judge": "judge", "kernels": str(kernels)}
-    jobs = gpu_queue.read_plan(root / "bench/lab/vllm.toml", values | {"two": ""})
+    values = {"engine": "engine", "judge": "judge", "kernels": str(kernels), "two": ""}
+    values |= {"older": "python-25", "newer": "python-33", "weights": "smollm2"}
+    jobs = gpu_queue.read_plan(root / "bench/lab/vllm.toml", values)
     assert {"soak", "verdict", "features", "dense", "served", "points"} < {job.name for job in jobs}
     sources = {word for job in jobs for word in job.run.split() if word.startswith(str(kernels))}
     named = [Path(word) for word in sources if Path(word).suffix in (".cu", ".py")]
