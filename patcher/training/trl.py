@@ -33,13 +33,13 @@ def reward_function(environment: KernelEnvironment) -> Callable[..., list[float]
         values = []
         for completion, name in zip(completions, op, strict=True):
             environment.begin(name)
-            values.append(environment.step(_text(completion)).reward.value)
+            values.append(environment.step(completion_text(completion)).reward.value)
         return values
 
     return patcher_reward
 
 
-def _text(completion: str | list[dict[str, str]]) -> str:
+def completion_text(completion: str | list[dict[str, str]]) -> str:
     """A completion's text, plain or of a conversation."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
