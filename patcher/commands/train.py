@@ -88,8 +88,9 @@ def warm_up(
     from patcher.training.folder import Deadline, open_training
     from patcher.training.line_file import LineFile
     from patcher.training.reply_judges import ReplyJudges
-    from patcher.training.warm_up import LoraOptions, WarmUpOptions, fitting_examples
+    from patcher.training.warm_up import WarmUpOptions, fitting_examples
     from patcher.training.warm_up import warm_up as trained
+    from patcher.training.weights import LoraOptions, load_model, seeded
 
     deadline = Deadline(minutes, time.monotonic())
     if not sources:
@@ -121,8 +122,6 @@ def warm_up(
             bar.say(f"{found.examples} right of {found.replies} replies: {by_source}")
         known = LineFile(file, Example).read()
         if not collect_only:
-            from patcher.training.weights import load_model, seeded
-
             with seeded(seed):
                 loaded = load_model(options.model, model.adapter, options.lora)
             fit = fitting_examples(known, loaded, max_tokens)
@@ -307,9 +306,10 @@ def evaluate(
         if other is not None:
             result = compared(result, other, str(against))
         (folder.path / RESULT).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
-    table = Table("share", "95 % interval", "difference" if other else "")
+    table = Table("share", "95 % interval", *(["difference"] if other else []))
     for name, share in result.shares.items():
-        table.add_row(name, str(share), str(result.differences.get(name, "")))
+        gaps = [str(result.differences[name])] if other else []
+        table.add_row(name, str(share), *gaps)
     said = f"{len(result.tasks)} tasks, {result.samples} samples each; {result.lost} lost"
     output.emit(result, Text(said), table)
     return 0

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from patcher.bench.stats.intervals import half_width
-from patcher.bench.stats.shares import ShareInterval
+from patcher.bench.stats.shares import ShareInterval, wilson
 from patcher.report.charts import legend
 from patcher.report.svg import Canvas, Scale, linear, padded, ticks
 
@@ -34,14 +34,21 @@ class MovingMean(NamedTuple):
     high: float
 
 
-def moving_means(values: Sequence[float], window: int = WINDOW) -> list[MovingMean]:
-    """The mean of each value and those before it, with its interval; one value alone has none."""
+def moving_means(values: Sequence[float], shares: bool = False) -> list[MovingMean]:
+    """The mean of each value and those before it, with its interval; one value alone has none.
+
+    Args:
+        values: in the order of updates.
+        shares: whether they are; then equal ones have Wilson's interval, as many as there are.
+    """
     found = []
     for end in range(1, len(values) + 1):
-        part = values[max(end - window, 0) : end]
-        half = half_width(part)
+        part = values[max(end - WINDOW, 0) : end]
+        mean, half = fmean(part), half_width(part)
+        if shares and len(set(part)) == 1:
+            found.append(MovingMean(mean, *wilson(mean, len(part))))
+            continue
         half = 0.0 if math.isinf(half) else half
-        mean = fmean(part)
         found.append(MovingMean(mean, mean - half, mean + half))
     return found
 
@@ -62,10 +69,10 @@ def over_updates(
         curves: drawn in this order.
         width: in pixels.
         label: of a tick.
-        bounds: of the values, which intervals are cut off at; None: those of the values.
+        bounds: of shares, which intervals are cut off at; None: those of the values.
     """
     canvas = Canvas(width, 230)
-    means = [moving_means(curve.values) for curve in curves]
+    means = [moving_means(curve.values, bounds is not None) for curve in curves]
     # the first few values have wide intervals, which would hide the rest
     shown = [value for curve in curves for value in curve.values]
     low, high = bounds or padded(shown)
@@ -87,7 +94,7 @@ def over_updates(
         canvas.path(line, f"series {curve.css}")
     canvas.text(_LEFT, 14, title, "t strong")
     if len(curves) > 1:
-        legend(canvas, [(each.css, each.name) for each in curves], _LEFT + 7 * len(title), 14)
+        legend(canvas, [(each.css, each.name) for each in curves], _LEFT + 18 + 7 * len(title), 14)
     return canvas
 
 

@@ -103,7 +103,7 @@ def sample_tasks(
         ]
         told(f"tasks (judging {len(asked)})", len(done), len(prompts))
         verdicts = iter(judges.judge(asked))
-        folder.samples.append(
+        drawn = [
             Sample(
                 number=index,
                 prompt=prompts[op],
@@ -113,8 +113,9 @@ def sample_tasks(
             )
             for op, texts in zip(group, replies, strict=True)
             for index, (text, tokens) in enumerate(texts)
-            if op not in done
-        )
+        ]
+        # a whole task of a group may be there after a kill; it is drawn again the same
+        folder.samples.append(each for each in drawn if each.judged.op not in done)
         done.update(group)
         took_s = time.monotonic() - begun_s
     told("tasks", len(done), len(prompts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -144,9 +145,7 @@ def reinforce(
         BudgetError: the time limit came first; the same command goes on.
         PatcherError: the judge cannot judge here.
     """
-    import trl
-    from datasets import Dataset
-
+    trl, datasets = import_module("trl"), import_module("datasets")
     rollouts = Rollouts(judges, prompts, options.reply_tokens, lambda *_: None)
     writer = UpdateWriter(folder, options.updates, deadline, told, rollouts.measured)
     ops = in_rounds(list(prompts), options.updates * options.tasks_per_update, options.seed)
@@ -168,7 +167,7 @@ def reinforce(
     trainer = getattr(trl, f"{kind}Trainer")(
         model=loaded.model,
         args=config,
-        train_dataset=Dataset.from_list(
+        train_dataset=datasets.Dataset.from_list(
             [{"prompt": loaded.prompt(prompts[op]), "op": op} for op in ops]
         ),
         processing_class=loaded.tokenizer,

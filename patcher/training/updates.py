@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from patcher.bench import BudgetError
 from patcher.training.folder import Deadline, TrainingFolder, UpdateMetrics
@@ -42,7 +42,7 @@ def shared_arguments(
     }
 
 
-class UpdateWriter(TrainerCallback):  # type: ignore[misc]
+class UpdateWriter(TrainerCallback):
     """Writes a line of metrics an update, before its checkpoint, and stops in time.
 
     Args:
@@ -101,6 +101,7 @@ def run_updates(trainer: Any, folder: TrainingFolder, updates: int, deadline: De
     Raises:
         BudgetError: the time limit came first.
     """
+    trainer.remove_callback(PrinterCallback)
     newest = folder.rewind()
     if newest is None or newest.update < updates:
         trainer.train(resume_from_checkpoint=str(newest.path) if newest else None)

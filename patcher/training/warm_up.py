@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 from patcher.bench import UsageError
@@ -71,9 +72,7 @@ def warm_up(
     Raises:
         BudgetError: the time limit came first; the same command goes on.
     """
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
+    trl, datasets = import_module("trl"), import_module("datasets")
     size = options.examples_per_update
     by_digest = {each.digest: each for each in examples}
     order = in_rounds(list(by_digest), options.updates * size, options.seed)
@@ -87,16 +86,16 @@ def warm_up(
     shared = shared_arguments(
         folder, options.updates, options.learning_rate, options.seed, options.save_every
     )
-    trainer = SFTTrainer(
+    trainer = trl.SFTTrainer(
         model=loaded.model,
-        args=SFTConfig(
+        args=trl.SFTConfig(
             **shared,
             per_device_train_batch_size=options.batch,
             gradient_accumulation_steps=size // options.batch,
             max_length=None,
             train_sampling_strategy="sequential",  # `in_rounds` has shuffled
         ),
-        train_dataset=Dataset.from_list([_row(by_digest[each], loaded) for each in order]),
+        train_dataset=datasets.Dataset.from_list([_row(by_digest[each], loaded) for each in order]),
         processing_class=loaded.tokenizer,
         callbacks=[writer],
     )

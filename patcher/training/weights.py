@@ -76,7 +76,10 @@ def load_model(
         MissingError: `gguf` is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    no_bar: Any = logging.disable_progress_bar
+    no_bar()
     place, more = _place(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left", **more)
@@ -94,7 +97,8 @@ def load_model(
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = _adapted(model.to(device_here()), adapter, lora)
+    on_device: Any = model
+    model = _adapted(on_device.to(device_here()), adapter, lora)
     return LoadedModel(model, tokenizer)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from patcher.bench import Candidate, Evaluation, PatcherError, Record
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.judges import LOCAL
-from patcher.judges.counters import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.reward import RewardResult, reward_of
 from patcher.tasks.pool import JobFunction, serve_jobs
 from patcher.training.environment import (
@@ -54,7 +54,7 @@ class OpenJudges:
     def _evaluate(self, candidate: Candidate, settings: JudgeSettings) -> Evaluation:
         if settings not in self._judges:
             self._judges[settings] = self._stack.enter_context(open_judge(settings))
-        one = partial(self._judges[settings].evaluate, report=lambda *_: None)
+        one: CandidateJudge = partial(self._judges[settings].evaluate, report=lambda *_: None)
         if self._options.counters:
             one = with_counters(one, settings.sweep, lambda _: None)
         return one(candidate)
