@@ -40,8 +40,10 @@ def choose_ops(
         raise UsageError(
             f"{tasks} has no {split} task", "create more of them: patcher tasks create --count"
         )
-    folders = [os.environ.get("PATCHER_OPS", ""), str((tasks / OPS).resolve())]
-    os.environ["PATCHER_OPS"] = os.pathsep.join(filter(None, folders))
+    known, own = os.environ.get("PATCHER_OPS", "").split(os.pathsep), str((tasks / OPS).resolve())
+    os.environ["PATCHER_OPS"] = os.pathsep.join(
+        [*(each for each in known if each not in ("", own)), own]
+    )
     if count is not None and count < len(found):
         found = sorted(random.Random(seed).sample(found, count))
     return tuple(found)

@@ -38,6 +38,7 @@ def tiny_model(replies: int) -> Any:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
+        initializer_range=0.15,  # of the head, too: else an adapter could not change a reply
         pad_token_id=1,
         eos_token_id=2,
         bos_token_id=None,

@@ -7,10 +7,9 @@ update is to learn can be seen after three of them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from tiny_writer import chance_of, tiny_model, tokenizer
 
 from patcher.bench import Language
 from patcher.training import EnvironmentOptions, KernelEnvironment
@@ -27,47 +26,6 @@ def silu_and_mul(gate, up, output):
 REPLIES = ["I cannot.", RIGHT, RIGHT.replace("mul_", "add_")]
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[UNK]", "[PAD]", "[EOS]", *REPLIES]
-    model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(model),
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        eos_token="[EOS]",
-        padding_side="left",
-    )
-
-
-def tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=6,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=1,
-        eos_token_id=2,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
-
-def chance_of_right(model: Any) -> float:
-    """That the model answers a prompt by the right kernel."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[0]])).logits[0, -1]
-    return float(logits.softmax(-1)[3 + REPLIES.index(RIGHT)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_three_updates(kind: str, tmp_path: Path) -> None:
@@ -78,8 +36,8 @@ def test_three_updates(kind: str, tmp_path: Path) -> None:
         language=Language.TORCH, turns=1, against=("eager",), threads=1, pairs=2, points=1
     )
     environment = KernelEnvironment(options)
-    model = tiny_model()
-    before = chance_of_right(model)
+    model = tiny_model(len(REPLIES))
+    before = chance_of(model, 1)
     args = getattr(trl, f"{kind}Config")(
         output_dir=str(tmp_path),
         max_steps=3,
@@ -100,11 +58,11 @@ def test_three_updates(kind: str, tmp_path: Path) -> None:
         model=model,
         args=args,
         train_dataset=Dataset.from_list(rows(environment, [OP]) * 8),
-        processing_class=tokenizer(),
+        processing_class=tokenizer(REPLIES),
         reward_funcs=reward_function(environment),
     )
     trainer.train()
     logged = [each["reward"] for each in trainer.state.log_history if "reward" in each]
     assert len(logged) == 3
     assert -1.0 < logged[0] <= 3.0, "no reply was right, so that nothing could be learned"
-    assert chance_of_right(trainer.model.cpu()) > before
+    assert chance_of(trainer.model.cpu(), 1) > before
