@@ -34,7 +34,7 @@ class KernelTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
 
     tasks: Path | None = None
     """A folder of `patcher tasks create`."""
-    ops: list[str] = []
+    ops: tuple[str, ...] = ()
     """Instead: ops of the library."""
     split: Split = "train"
     language: Language = Language.TRITON

@@ -26,7 +26,7 @@ def trace_of(task: Any, text: str) -> Any:
 def test_a_reply_is_rewarded_by_the_judge() -> None:
     from patcher.training.verifiers import KernelTaskset, KernelTasksetConfig
 
-    config = KernelTasksetConfig(ops=[OP], language=OPTIONS.language, judges=1, threads=1, pairs=2)
+    config = KernelTasksetConfig(ops=(OP,), language=OPTIONS.language, judges=1, threads=1, pairs=2)
     [task] = KernelTaskset(config)
     assert task.data.idx == 0
     assert task.key == f"torch/{OP}"
