@@ -217,7 +217,7 @@ def reinforce(
         with seeded(seed):
             loaded = load_model(options.model, model.adapter, options.lora)
         prompts = fitting_prompts(environment, options.ops, loaded, options.prompt_tokens)
-        bar.say(f"{len(prompts)} of {len(options.ops)} tasks: the prompts of the others are longer")
+        bar.say(f"{len(prompts)} of {len(options.ops)} prompts fit in {tasks.prompt_tokens} tokens")
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             trained(folder, options, loaded, judges, prompts, deadline, bar)
         summary = folder.summary("reinforce", updates)

@@ -73,6 +73,7 @@ def warm_up(
         BudgetError: the time limit came first; the same command goes on.
     """
     trl, datasets = import_module("trl"), import_module("datasets")
+    datasets.disable_progress_bars()
     size = options.examples_per_update
     by_digest = {each.digest: each for each in examples}
     order = in_rounds(list(by_digest), options.updates * size, options.seed)

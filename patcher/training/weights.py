@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,11 +81,13 @@ def load_model(
 
     no_bar: Any = logging.disable_progress_bar
     no_bar()
+    # what TRL calls of transformers that is going to be renamed
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     place, more = _place(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left", **more)
         dtype = torch.bfloat16 if device_here() == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **more)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **more, **_unpacked(more))
     except ImportError as error:
         if more:
             raise MissingError("GGUF files need gguf", "pip install gguf") from error
@@ -97,6 +100,10 @@ def load_model(
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    # a GGUF file has no generation config, and without an end a reply is as long as it may be
+    model.generation_config.eos_token_id = sorted({*ends, tokenizer.eos_token_id} - {None})
     on_device: Any = model
     model = _adapted(on_device.to(device_here()), adapter, lora)
     return LoadedModel(model, tokenizer)
@@ -135,6 +142,15 @@ def _place(name: str) -> tuple[str, dict[str, str]]:
     if owner.count("/") != 1 or path.is_absolute():
         raise UsageError(f"there is no file {name}", "give its path, or OWNER/NAME/FILE.gguf")
     return owner, {"gguf_file": file}
+
+
+def _unpacked(more: dict[str, str]) -> dict[str, Any]:
+    """Has the weights of a GGUF file unpacked: packed ones cannot be trained on. Versions of
+    transformers that know no packed ones always unpack."""
+    from transformers.utils import quantization_config
+
+    kind: Any = getattr(quantization_config, "GgufConfig", None)
+    return {"quantization_config": kind(dequantize=True)} if more and kind else {}
 
 
 def _adapted(model: Any, adapter: Path | None, lora: LoraOptions | None) -> Any:

@@ -46,11 +46,21 @@ def tiny_model(replies: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def write_model(folder: Path, replies: Sequence[str]) -> Path:
-    """The folder of a model whose every reply is one of these, each as likely as another."""
-    model = tiny_model(len(replies))
-    model.save_pretrained(str(folder))
-    tokenizer(replies).save_pretrained(str(folder))
+def write_model(folder: Path, replies: Sequence[str], chats: bool = False) -> Path:
+    """The folder of a model whose every reply is one of these, about as likely as another.
+
+    Args:
+        chats: whether it has a chat template.
+    """
+    tiny_model(len(replies)).save_pretrained(str(folder))
+    reader = tokenizer(replies)
+    if chats:
+        reader.add_tokens(list(replies))  # found within a text, too
+        reader.chat_template = (
+            "{% for each in messages %}{{ each.content }}"
+            "{% if each.role == 'assistant' %}[EOS]{% endif %}{% endfor %}"
+        )
+    reader.save_pretrained(str(folder))
     return folder
 
 

@@ -33,8 +33,9 @@ def linear(x, weight, out):
 CORPUS = ROOT / "tests" / "corpus"
 CHEAT = (CORPUS / "cheats" / "63b_weights_rounded_in_place.py").read_text()
 LEAVES = (CORPUS / "faults" / "exit_at_load.py").read_text().replace("fused_add_rms_norm", OP)
-SOURCES = [RIGHT, RIGHT.replace("weight.t()", "-weight.t()"), CHEAT, LEAVES]
-REPLIES = [*(f"```python\n{each}```" for each in SOURCES), "I cannot."]
+WRONG = RIGHT.replace("weight.t()", "-weight.t()")
+FENCED = [f"```python\n{each}```" for each in (RIGHT, WRONG, LEAVES, CHEAT)]
+REPLIES = [*FENCED[:2], "I cannot.", *FENCED[2:]]
 TASK = ("--op", OP, "--language", "torch", "--reply-tokens", "1", "--prompt-tokens", "99")
 JUDGING = ("--judges", "2", "--threads", "1", "--pairs", "2")
 LEARNING = ("--updates", "3", "--tasks-per-update", "1", "--replies-per-task", "16")
@@ -79,8 +80,8 @@ def test_tricks_and_faults_in_a_rollout_are_counted_and_training_goes_on(whole: 
     samples = [json.loads(line) for line in (whole / "samples.jsonl").open()]
     assert len(samples) == 48
     outcomes = {each["reply"]: each["judged"]["outcome"] for each in samples}
-    expected = ["too_slow", "mismatch", "guard_violation", "runtime_error", "generation_failure"]
-    assert [outcomes.get(each) for each in REPLIES] == expected
+    expected = ["too_slow", "mismatch", "runtime_error", "guard_violation"]
+    assert [outcomes.get(each) for each in FENCED] == expected
     first = [each["judged"] for each in samples if each["number"] == 1]
     caught = sum(each["outcome"] == "guard_violation" for each in first)
     right = [each["reward"]["value"] for each in first if each["outcome"] == "too_slow"]
@@ -163,7 +164,8 @@ def test_a_time_limit_ends_it_after_a_checkpoint(whole: Path, model: Path, tmp_p
     assert without_times(read_metrics(folder)[:3]) == without_times(read_metrics(whole))
 
 
-def test_warm_up_then_evaluation_before_and_after(whole: Path, model: Path, tmp_path: Path) -> None:
+def test_warm_up_then_evaluation_before_and_after(whole: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", REPLIES, chats=True)
     warm = patcher(
         *("train", "warm-up", "warm", "--model", str(model), "--from", str(whole)),
         *("--language", "torch", "--updates", "12", "--examples-per-update", "2", "--batch", "2"),
@@ -217,7 +219,7 @@ def test_what_is_wrong_is_said_with_its_mend(model: Path, tmp_path: Path) -> Non
         cwd=tmp_path,
     )
     assert (absent.returncode, error_of(absent)["kind"]) == (2, "usage")
-    without = "import sys; sys.modules['peft'] = None; from patcher.cli import main; main()"
+    without = "import sys; sys.modules['trl'] = None; from patcher.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-P", "-c", without, *reinforce(tmp_path / "rl", model)],
         capture_output=True,
