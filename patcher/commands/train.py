@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from patcher.bench import Language, UsageError
@@ -25,9 +24,7 @@ from patcher.commands.train_options import (
     TaskGroup,
     Updates,
 )
-
-if TYPE_CHECKING:
-    from patcher.training.folder import TrainingSummary
+from patcher.show.training import evaluation_table, training_line
 
 train_app = typer.Typer(no_args_is_help=True, help="Train a model that writes kernels.")
 app.add_typer(train_app, name="train")
@@ -131,7 +128,7 @@ def warm_up(
     if collect_only:
         output.emit({"examples": len(known), "file": str(file)}, Text(f"{file}: {len(known)}"))
         return 0
-    output.emit(summary, _line(summary))
+    output.emit(summary, training_line(summary))
     return 0
 
 
@@ -216,12 +213,14 @@ def reinforce(
     with open_training(out, "reinforce", options) as folder, output.progress() as bar:
         with seeded(seed):
             loaded = load_model(options.model, model.adapter, options.lora)
-        prompts = fitting_prompts(environment, options.ops, loaded, options.prompt_tokens)
+        prompts = fitting_prompts(
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+        )
         bar.say(f"{len(prompts)} of {len(options.ops)} prompts fit in {tasks.prompt_tokens} tokens")
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             trained(folder, options, loaded, judges, prompts, deadline, bar)
         summary = folder.summary("reinforce", updates)
-    output.emit(summary, _line(summary))
+    output.emit(summary, training_line(summary))
     return 0
 
 
@@ -299,19 +298,16 @@ def evaluate(
     output = Output(as_json)
     with open_training(out, "evaluate", options) as folder, output.progress() as bar:
         loaded = load_model(options.model, model.adapter)
-        prompts = fitting_prompts(environment, options.ops, loaded, options.prompt_tokens)
+        prompts = fitting_prompts(
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+        )
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             found = sample_tasks(folder, options, loaded, judges, prompts, deadline, bar)
         result = summarise(options, found)
         if other is not None:
             result = compared(result, other, str(against))
         (folder.path / RESULT).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
-    table = Table("share", "95 % interval", *(["difference"] if other else []))
-    for name, share in result.shares.items():
-        gaps = [str(result.differences[name])] if other else []
-        table.add_row(name, str(share), *gaps)
-    said = f"{len(result.tasks)} tasks, {result.samples} samples each; {result.lost} lost"
-    output.emit(result, Text(said), table)
+    output.emit(result, *evaluation_table(result))
     return 0
 
 
@@ -337,14 +333,3 @@ def curve(
     write_picture(draw_training(folder, evaluation or []), out)
     Output(as_json).emit({"file": str(out)}, Text(str(out)))
     return 0
-
-
-def _line(summary: TrainingSummary) -> Text:
-    last = summary.last
-    if last is None:
-        return Text(f"{summary.folder}: nothing trained")
-    value = f"loss {last.loss:.3f}" if last.reward is None else f"reward {last.reward:+.2f}"
-    return Text(
-        f"{summary.folder}: {summary.updates} of {summary.asked} updates; last {value}; "
-        f"adapter in {summary.adapter}"
-    )

@@ -72,7 +72,7 @@ class TaskGroup(OptionGroup):
     language: Annotated[Language, typer.Option(help="The language of kernels.")] = Language.TRITON
     prompt_tokens: Annotated[
         int, typer.Option(help="Tasks with a longer prompt are left out.", min=1)
-    ] = 2048
+    ] = 2560
     reply_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 1024
 
 

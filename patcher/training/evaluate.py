@@ -31,7 +31,7 @@ class EvaluateOptions(TrainingOptions):
     ops: tuple[str, ...]
     samples: int = 4
     batch: int = 32
-    prompt_tokens: int = 2048
+    prompt_tokens: int = 2560
     reply_tokens: int = 1024
     temperature: float = 0.8
     seed: int = 0

@@ -33,7 +33,7 @@ class ReinforceOptions(TrainingOptions):
     replies_per_task: int = 8
     batch: int = 4
     """Replies that go through the model at once when it is trained."""
-    prompt_tokens: int = 2048
+    prompt_tokens: int = 2560
     reply_tokens: int = 1024
     temperature: float = 1.0
     learning_rate: float = 3e-5
@@ -45,13 +45,20 @@ class ReinforceOptions(TrainingOptions):
 
 
 def fitting_prompts(
-    environment: EnvironmentOptions, ops: Sequence[str], loaded: LoadedModel, tokens: int
+    environment: EnvironmentOptions,
+    ops: Sequence[str],
+    loaded: LoadedModel,
+    prompt_tokens: int,
+    reply_tokens: int,
 ) -> dict[str, str]:
-    """The prompt of each op whose prompt fits; none is cut off.
+    """The prompt of each op whose prompt fits, with a reply in the model's context, too; none is
+    cut off.
 
     Raises:
         UsageError: none fits.
     """
+    context = getattr(loaded.model.config, "max_position_embeddings", prompt_tokens + reply_tokens)
+    tokens = min(prompt_tokens, context - reply_tokens)
     asked = KernelEnvironment(environment)
     prompts = {op: asked.reset(op) for op in ops}
     sizes = {op: loaded.token_count(prompt) for op, prompt in prompts.items()}
@@ -59,7 +66,7 @@ def fitting_prompts(
     if not fit:
         raise UsageError(
             f"no prompt fits in {tokens} tokens: the shortest has {min(sizes.values())}",
-            "raise --prompt-tokens",
+            f"raise --prompt-tokens; prompt and reply together have {context}",
         )
     return fit
 
