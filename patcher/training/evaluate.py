@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError
 from patcher.bench.stats.shares import ShareInterval, grouped_share, paired_difference
 from patcher.training.folder import Deadline, TrainingFolder, TrainingOptions
-from patcher.training.replies import SHARES, JudgedReply, Sample
+from patcher.training.replies import SHARES, JudgedReply, SampledReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges, Told
 from patcher.training.weights import LoadedModel
 
@@ -69,8 +69,8 @@ def sample_tasks(
     prompts: Mapping[str, str],
     deadline: Deadline,
     told: Told,
-) -> list[Sample]:
-    """Sample and judge what is not there yet; all samples.
+) -> list[SampledReply]:
+    """SampledReply and judge what is not there yet; all samples.
 
     Each group of tasks is drawn with a seed of its own, so that a resumed evaluation draws what an
     undisturbed one would.
@@ -104,7 +104,7 @@ def sample_tasks(
         told(f"tasks (judging {len(asked)})", len(done), len(prompts))
         verdicts = iter(judges.judge(asked))
         drawn = [
-            Sample(
+            SampledReply(
                 number=index,
                 prompt=prompts[op],
                 reply=text,
@@ -122,7 +122,7 @@ def sample_tasks(
     return folder.samples.read()
 
 
-def summarise(options: EvaluateOptions, samples: Sequence[Sample]) -> ModelEvaluation:
+def summarise(options: EvaluateOptions, samples: Sequence[SampledReply]) -> ModelEvaluation:
     """The shares of all samples."""
     by_task: dict[str, list[JudgedReply]] = {}
     for each in samples:

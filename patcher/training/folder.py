@@ -20,7 +20,7 @@ from pydantic import Field
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
 from patcher.runs import durable
 from patcher.training.line_file import LineFile
-from patcher.training.replies import Sample
+from patcher.training.replies import SampledReply
 from patcher.training.weights import ADAPTER
 
 ABOUT, CHECKPOINTS, METRICS = "training.json", "checkpoints", "metrics.jsonl"
@@ -87,7 +87,7 @@ class TrainingFolder:
         self.path = path
         self.checkpoints = path / CHECKPOINTS
         self.metrics = LineFile(path / METRICS, UpdateMetrics)
-        self.samples = LineFile(path / SAMPLES, Sample)
+        self.samples = LineFile(path / SAMPLES, SampledReply)
         self.verdicts = path / VERDICTS
         self.adapter = path / ADAPTER
 

@@ -12,7 +12,7 @@ from patcher.bench import UsageError
 from patcher.training.choice import in_rounds
 from patcher.training.environment import EnvironmentOptions, KernelEnvironment
 from patcher.training.folder import Deadline, TrainingFolder, TrainingOptions
-from patcher.training.replies import SHARES, Sample
+from patcher.training.replies import SHARES, SampledReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges
 from patcher.training.trl import completion_text
 from patcher.training.updates import Told, UpdateWriter, run_updates, shared_arguments
@@ -78,7 +78,7 @@ class Rollouts:
         self, judges: ReplyJudges, prompts: dict[str, str], longest: int, told: Told
     ) -> None:
         self._judges, self._prompts, self._longest, self._told = judges, prompts, longest, told
-        self.samples: list[Sample] = []
+        self.samples: list[SampledReply] = []
         self._cut_off: list[bool] = []
         self._times = (0.0, 0.0)
 
@@ -99,7 +99,7 @@ class Rollouts:
             self._times = (begun - writer.begun_s, time.monotonic() - begun)
             self._cut_off = [len(ids) >= self._longest for ids in completion_ids]
             self.samples = [
-                Sample(
+                SampledReply(
                     number=trainer_state.global_step + 1,
                     prompt=self._prompts[each.op],
                     reply=each.reply,

@@ -53,7 +53,7 @@ class JudgedReply(Record):
         return {name: bool(getattr(self, name)) for name in SHARES}
 
 
-class Sample(Record):
+class SampledReply(Record):
     """One reply with its prompt and verdict: a line of `samples.jsonl`."""
 
     schema_version: int = SCHEMA_VERSION

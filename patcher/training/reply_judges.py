@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from patcher.bench import SCHEMA_VERSION, Candidate, MissingError, Outcome, Record, load_op
-from patcher.bench.errors import relayed
+from patcher.bench import SCHEMA_VERSION, Candidate, MissingError, Outcome, Record, load_op, relayed
 from patcher.prompting.extract import extract_source
 from patcher.tasks.pool import WorkerPool, WorkerReply
 from patcher.training.environment import OPTIONS, EnvironmentOptions

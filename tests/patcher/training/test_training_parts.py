@@ -22,7 +22,7 @@ from patcher.training.evaluate import EvaluateOptions, compared, sample_tasks, s
 from patcher.training.examples import Example, collect_examples
 from patcher.training.folder import Deadline, TrainingFolder, UpdateMetrics, open_training
 from patcher.training.line_file import LineFile
-from patcher.training.replies import JudgedReply, Sample, judged_reply
+from patcher.training.replies import JudgedReply, SampledReply, judged_reply
 from patcher.training.reply_judges import AskedReply, ReplyJudges
 
 
@@ -171,7 +171,7 @@ def test_a_killed_evaluation_draws_what_an_undisturbed_one_does(tmp_path: Path) 
         model="m", language="torch", ops=tuple(prompts), samples=3, batch=6, reply_tokens=2
     )
 
-    def sampled(folder: Path, judges: Any, deadline: Deadline) -> list[Sample]:
+    def sampled(folder: Path, judges: Any, deadline: Deadline) -> list[SampledReply]:
         with open_training(folder, "evaluate", options) as opened:
             return sample_tasks(opened, options, loaded, judges, prompts, deadline, lambda *_: None)
 
