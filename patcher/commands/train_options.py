@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from patcher.bench import Language, UsageError
-from patcher.commands.console import JudgeSpec, finite
+from patcher.commands.console import JudgeSpec, Threads, finite
 from patcher.commands.option_groups import OptionGroup
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class JudgeGroup(OptionGroup):
     scale: Annotated[str, typer.Option(help="milestones or log-speedup.")] = "milestones"
     pairs: Annotated[int, typer.Option(help="Most pairs of timed blocks a point.", min=2)] = 6
     points: Annotated[int, typer.Option(help="Most points that are timed.", min=1)] = 1
-    threads: Annotated[int | None, typer.Option(help="CPU threads of a kernel.", min=1)] = None
+    threads: Threads = None
 
     def against(self) -> tuple[str, ...]:
         return tuple(self.baseline or ["eager"])
