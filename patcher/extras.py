@@ -23,6 +23,7 @@ COMMANDS = {
     "resume": "all",
     "run": "all",
     "throughput": "profile",
+    "train": "trl",
 }
 """The extra of a command, where it is not named like it."""
 

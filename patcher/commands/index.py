@@ -40,6 +40,7 @@ COMMANDS = {
     "workspace": CommandEntry("workspace", KERNELS, "Make a folder for a coding agent of yours."),
     "attempt": CommandEntry("workspace", KERNELS, "Judge the kernel in such a folder."),
     "tasks": CommandEntry("tasks", KERNELS, "Create tasks for training, each an op."),
+    "train": CommandEntry("train", KERNELS, "Train a model that writes kernels; evaluate it."),
     "worker": CommandEntry("worker", KERNELS, "Judge kernels for loops on other machines."),
     "selftest": CommandEntry("selftest", KERNELS, "Test the judge itself on this machine."),
     "models": CommandEntry("models", MODELS, "List served models, and the models that write."),

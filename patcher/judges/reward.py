@@ -8,7 +8,7 @@ so that noise is never judge_for_reward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -130,41 +130,72 @@ def judge_for_reward(
         WaitingError: the judge is remote; all jobs are written.
         PatcherError: as `judge.evaluate`; that torch.compile does not run here is no error.
     """
+    remote = remote_judge(where)
+    if remote is not None:
+        names, missing = baselines_of(candidate, against)
+        each = [dataclasses.replace(settings, baseline=name) for name in names]
+        kind, place = remote
+        with kind(place, settings, request_id, counters, report) as judge:
+            jobs = [judge.submit(candidate, one) for one in each]
+            found = dict(zip(names, judge.gather(jobs), strict=True))
+        return RewardResult(
+            reward=reward(list(found.values()), missing, against), evaluations=found
+        )
+
+    def evaluate(candidate: Candidate, settings: JudgeSettings) -> Evaluation:
+        with open_judges(where, settings, request_id, report, counters=counters) as judges:
+            return judges.evaluate([candidate])[0]
+
+    return reward_of(candidate, settings, against, evaluate)
+
+
+def reward_of(
+    candidate: Candidate,
+    settings: JudgeSettings,
+    against: Sequence[str],
+    evaluate: Callable[[Candidate, JudgeSettings], Evaluation],
+) -> RewardResult:
+    """The reward of a candidate that `evaluate` judges here, against one baseline at a time.
+
+    Raises:
+        UsageError, PatcherError: as `judge_for_reward`.
+    """
+    names, missing = baselines_of(candidate, against)
+    found: dict[str, Evaluation] = {}
+    for name in names:
+        try:
+            found[name] = evaluate(candidate, dataclasses.replace(settings, baseline=name))
+        except MissingError as error:
+            if not found:
+                raise
+            missing[name] = error.message
+        else:
+            if not found[name].right:
+                break
+    return RewardResult(reward=reward(list(found.values()), missing, against), evaluations=found)
+
+
+def baselines_of(candidate: Candidate, against: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Which of the baselines the candidate's op has, and why it lacks the others.
+
+    Raises:
+        UsageError: it has none, or the language is only compiled here.
+    """
     op = load_op(candidate.op)
-    missing = {
-        name: f"{op.name} has no such baseline" for name in against if name not in op.baselines
-    }
-    names = [name for name in against if name in op.baselines]
     if candidate.language.compile_only:
         raise UsageError(
             f"a {candidate.language} kernel is only compiled here: it has no reward",
             "evaluate it without --reward",
         )
+    names = [name for name in against if name in op.baselines]
     if not names:
         raise UsageError(
             f"{op.name} has no baseline of {', '.join(against)}", "add one to its baselines.py"
         )
-    each = [dataclasses.replace(settings, baseline=name) for name in names]
-    found: dict[str, Evaluation] = {}
-    remote = remote_judge(where)
-    if remote is not None:
-        kind, place = remote
-        with kind(place, settings, request_id, counters, report) as judge:
-            jobs = [judge.submit(candidate, one) for one in each]
-            found = dict(zip(names, judge.gather(jobs), strict=True))
-    else:
-        for name, one in zip(names, each, strict=True):
-            try:
-                with open_judges(where, one, request_id, report, counters=counters) as judges:
-                    [found[name]] = judges.evaluate([candidate])
-            except MissingError as error:
-                if not found:
-                    raise
-                missing[name] = error.message
-            else:
-                if not found[name].right:
-                    break
-    return RewardResult(reward=reward(list(found.values()), missing, against), evaluations=found)
+    missing = {
+        name: f"{op.name} has no such baseline" for name in against if name not in op.baselines
+    }
+    return names, missing
 
 
 def _speedup(evaluation: Evaluation) -> Speedup:

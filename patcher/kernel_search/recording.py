@@ -210,7 +210,7 @@ def replay(folder: Path) -> list[str]:
         VerificationError: a verdict is missing or is not one.
     """
     made = read(folder)
-    verdicts = {one.digest: one for one in _evaluations(folder / EVALUATIONS)}
+    verdicts = {one.digest: one for one in read_evaluations(folder / EVALUATIONS)}
 
     def judge(candidate: Candidate) -> Evaluation:
         if candidate.digest not in verdicts:
@@ -295,7 +295,12 @@ def _row(attempt: Attempt, tokens: tuple[int, int]) -> str:
     return f"| {attempt.iteration} | {attempt.phase} | {outcome} | {speedup} | {sizes} | {said} |"
 
 
-def _evaluations(file: Path) -> list[Evaluation]:
+def read_evaluations(file: Path) -> list[Evaluation]:
+    """The verdicts of a recording.
+
+    Raises:
+        VerificationError: the file holds something else.
+    """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
         return [Evaluation.model_validate_json(line) for line in lines if line]

@@ -136,7 +136,7 @@ def sweep_times(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:
             points = [(points[0][0] - 12, points[0][1]), (points[0][0] + 12, points[0][1])]
         canvas.path(points, "series sol")
         entries.append(("sol", "speed of light"))
-    _legend(canvas, entries, left, 14)
+    legend(canvas, entries, left, 14)
     if width >= 500:
         canvas.text(width - right, 14, note, "t", "end")
     return canvas
@@ -231,7 +231,7 @@ def _categories(
     canvas.text((58 + width - 12) / 2, floor + 33, axis, "t", "middle")
 
 
-def _legend(canvas: Canvas, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
+def legend(canvas: Canvas, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
     for css, label in entries:
         canvas.dot(x + 5, y - 4, 4.2, f"dot solid {css}")
         canvas.text(x + 14, y, label, "t")

@@ -8,9 +8,11 @@ from importlib import resources
 
 from patcher.attempts import Attempt
 from patcher.bench import Evaluation, Throughput
+from patcher.bench.stats.shares import ShareInterval
 from patcher.hotspot import Profile
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
+from patcher.report.curves import WINDOW, Curve, over_updates, share_intervals
 from patcher.report.lanes import lanes
 from patcher.report.step import read_step, why_not
 from patcher.report.svg import Canvas
@@ -103,6 +105,37 @@ def plot_throughput(throughput: Throughput, *, width: float = charts.WIDE) -> st
         parts.append(charts.ab(pairs, found, control_pairs, control, width))
     about = f"{found.pairs} pairs; gain {found.figures}."
     return _document(f"Gain of {throughput.patch or 'samples'}", about, parts, width)
+
+
+def plot_training(
+    title: str,
+    updates: Sequence[int],
+    panels: Sequence[tuple[str, Sequence[Curve], bool]],
+    evaluations: Sequence[tuple[str, dict[str, ShareInterval]]] = (),
+    *,
+    width: float = charts.WIDE,
+) -> str:
+    """A training: quantities over updates, and shares of evaluations, all with intervals.
+
+    Args:
+        title: of the training.
+        updates: numbers of the updates.
+        panels: title, curves, and whether they are shares, of each panel.
+        evaluations: name and shares of each.
+        width: as for `plot`.
+
+    Returns:
+        An SVG document.
+    """
+    about = f"{len(updates)} updates; moving means of {WINDOW} with 95 % intervals"
+    parts = [_head(title, [about], width)]
+    for name, curves, are_shares in panels:
+        label = (lambda value: f"{value:.0%}") if are_shares else (lambda value: f"{value:.3g}")
+        bounds = (0.0, 1.0) if are_shares else None
+        parts.append(over_updates(name, updates, curves, width, label, bounds))
+    if evaluations:
+        parts.append(share_intervals(evaluations, width))
+    return _document(f"Training: {wording.clip(title, 120)}", f"{about}.", parts, width)
 
 
 def _document(title: str, about: str, parts: Sequence[Canvas], width: float) -> str:

@@ -11,10 +11,45 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from patcher.bench.sandbox.die_with_parent import die_with_parent
+
+JobFunction = Callable[..., BaseModel]
+
+
+class JobFailed(Exception):
+    """A job's end without a result that is no defect: its text is `WorkerReply.why`."""
+
+
+def serve_jobs(load: Callable[[], Mapping[str, JobFunction]]) -> None:
+    """What a worker does: say `ready`, then answer each JSON line on stdin with one on stdout.
+
+    Args:
+        load: imports what is needed and gives the jobs by name.
+    """
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a job prints is no result
+    jobs = load()
+    results.write("ready\n")
+    results.flush()
+    for line in sys.stdin:
+        job: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = {
+                "result": jobs[job["job"]](**job["given"]).model_dump(mode="json")
+            }
+        except JobFailed as reason:
+            found = {"failed": str(reason)}
+        except Exception:
+            found = {"unexpected": traceback.format_exc()}
+        results.write(json.dumps(found) + "\n")
+        results.flush()
 
 
 class WorkerReply(NamedTuple):

@@ -1,20 +1,16 @@
-"""`python -P -m patcher.tasks.worker`: `ready`, then for each JSON line on stdin one on stdout."""
+"""`python -P -m patcher.tasks.worker`: examines candidates for tasks."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from patcher.tasks.pool import JobFailed, JobFunction, serve_jobs
 
-def main() -> None:
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what an operator prints is no result
+
+def load() -> Mapping[str, JobFunction]:
     import torch
 
     from patcher.integrate import Refused
@@ -22,26 +18,23 @@ def main() -> None:
 
     # one thread: sums in one order, so that the same seed gives the same bytes
     torch.set_num_threads(1)
-    jobs: dict[str, Callable[..., BaseModel]] = {
-        "candidate": examine.examine,
-        "library": examine.library_structure,
-        "problem": examine.problem_structure,
+
+    def told(job: JobFunction) -> JobFunction:
+        @functools.wraps(job)
+        def run(**given: object) -> BaseModel:
+            try:
+                return job(**given)
+            except Refused as reason:
+                raise JobFailed(str(reason)) from reason
+
+        return run
+
+    return {
+        "candidate": told(examine.examine),
+        "library": told(examine.library_structure),
+        "problem": told(examine.problem_structure),
     }
-    results.write("ready\n")
-    results.flush()
-    for line in sys.stdin:
-        job: dict[str, Any] = json.loads(line)
-        try:
-            found: dict[str, Any] = {
-                "result": jobs[job["job"]](**job["given"]).model_dump(mode="json")
-            }
-        except Refused as reason:
-            found = {"failed": str(reason)}
-        except Exception:
-            found = {"unexpected": traceback.format_exc()}
-        results.write(json.dumps(found) + "\n")
-        results.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve_jobs(load)

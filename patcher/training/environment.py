@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from patcher.attempts import ReplyFailure
 from patcher.bench import (
@@ -50,6 +50,10 @@ class EnvironmentOptions:
     """Most pairs of timed blocks per point."""
     points: int | None = 1
     """Most points of the sweep that are timed; correctness is checked at all."""
+
+
+OPTIONS = TypeAdapter(EnvironmentOptions)
+"""Options as JSON, for other processes."""
 
 
 class Turn(Record):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from patcher.training.environment import EnvironmentOptions, KernelEnvironment
+from patcher.training.environment import EnvironmentOptions, JudgeReply, KernelEnvironment
 
 
 def rows(environment: KernelEnvironment, ops: Iterable[str]) -> list[dict[str, str]]:
@@ -33,13 +33,13 @@ def reward_function(environment: KernelEnvironment) -> Callable[..., list[float]
         values = []
         for completion, name in zip(completions, op, strict=True):
             environment.begin(name)
-            values.append(environment.step(_text(completion)).reward.value)
+            values.append(environment.step(completion_text(completion)).reward.value)
         return values
 
     return patcher_reward
 
 
-def _text(completion: str | list[dict[str, str]]) -> str:
+def completion_text(completion: str | list[dict[str, str]]) -> str:
     """A completion's text, plain or of a conversation."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
@@ -48,8 +48,16 @@ class ToolEnvironment:
     """An environment of TRL's `GRPOTrainer`: the model submits kernels by a tool, and the best
     counts. Rows need the column `op`; bind the options with `functools.partial`."""
 
-    def __init__(self, options: EnvironmentOptions | None = None) -> None:
-        self._environment = KernelEnvironment(options)
+    def __init__(
+        self, options: EnvironmentOptions | None = None, judge: JudgeReply | None = None
+    ) -> None:
+        """Make an environment.
+
+        Args:
+            options: what is asked for.
+            judge: gives verdicts, for all rollouts; None: the judge that the options name.
+        """
+        self._environment = KernelEnvironment(options, judge)
         self._values: list[float] = []
 
     def reset(self, op: str, **_: Any) -> None:

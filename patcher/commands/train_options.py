@@ -1,0 +1,121 @@
+"""Options that the commands of `patcher train` have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from patcher.bench import Language, UsageError
+from patcher.commands.console import JudgeSpec, Threads, finite
+from patcher.commands.option_groups import OptionGroup
+
+if TYPE_CHECKING:
+    from patcher.training import EnvironmentOptions
+
+OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one to resume.")]
+Updates = Annotated[int, typer.Option(help="Updates of the adapter, all pieces together.", min=1)]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        help="Save and stop before this time is over; the same command goes on.",
+        min=0,
+        callback=finite,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Of the order of data and of sampling.", min=0)]
+SaveEvery = Annotated[int, typer.Option(help="Updates from checkpoint to checkpoint.", min=1)]
+LearningRate = Annotated[float, typer.Option(help="Of AdamW, constant.", min=0, callback=finite)]
+Rank = Annotated[int, typer.Option(help="Of the LoRA adapter.", min=1)]
+
+
+@dataclass(frozen=True)
+class ModelGroup(OptionGroup):
+    """The model."""
+
+    PANEL = "Model"
+    model: Annotated[
+        str, typer.Option(help="A folder, an id of the hub, or a GGUF file (needs gguf).")
+    ] = ""
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="The adapter to begin with: a folder of `patcher train`."),
+    ] = None
+
+    def required(self) -> str:
+        """The model's name.
+
+        Raises:
+            UsageError: none was given.
+        """
+        if not self.model:
+            raise UsageError("no model is named", "add --model FOLDER, an id, or FILE.gguf")
+        return self.model
+
+    def adapter_path(self) -> str | None:
+        return None if self.adapter is None else str(self.adapter.resolve())
+
+
+@dataclass(frozen=True)
+class TaskGroup(OptionGroup):
+    """What is asked of the model."""
+
+    PANEL = "Tasks"
+    tasks: Annotated[
+        Path | None, typer.Option(help="A folder of `patcher tasks create`.", metavar="DIR")
+    ] = None
+    op: Annotated[
+        list[str] | None, typer.Option(help="Instead: an op of the library; may be repeated.")
+    ] = None
+    language: Annotated[Language, typer.Option(help="The language of kernels.")] = Language.TRITON
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Tasks with a longer prompt are left out.", min=1)
+    ] = 2560
+    reply_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 1024
+
+
+@dataclass(frozen=True)
+class JudgeGroup(OptionGroup):
+    """How replies are judged."""
+
+    PANEL = "Judging"
+    judge: JudgeSpec = None
+    judges: Annotated[
+        int, typer.Option(help="Processes that judge; with Ray, replies out at once.", min=1)
+    ] = 4
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(help="eager (default) or torch.compile; each costs a judgement."),
+    ] = None
+    scale: Annotated[str, typer.Option(help="milestones or log-speedup.")] = "milestones"
+    pairs: Annotated[int, typer.Option(help="Most pairs of timed blocks a point.", min=2)] = 6
+    points: Annotated[int, typer.Option(help="Most points that are timed.", min=1)] = 1
+    threads: Threads = None
+
+    def against(self) -> tuple[str, ...]:
+        return tuple(self.baseline or ["eager"])
+
+    def environment(self, language: Language) -> EnvironmentOptions:
+        """Options of the environment.
+
+        Raises:
+            UsageError: an unknown scale or judge.
+        """
+        from patcher.judges import LOCAL, remote_judge
+        from patcher.training import EnvironmentOptions, Shaping
+
+        if self.scale not in ("milestones", "log-speedup"):
+            raise UsageError(f"unknown scale {self.scale!r}", "say milestones or log-speedup")
+        remote_judge(self.judge or LOCAL)
+        return EnvironmentOptions(
+            language=language,
+            turns=1,
+            shaping=Shaping.model_validate({"scale": self.scale}),
+            judge=self.judge or LOCAL,
+            against=self.against(),
+            threads=self.threads,
+            pairs=self.pairs,
+            points=self.points,
+        )

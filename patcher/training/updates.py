@@ -1,0 +1,114 @@
+"""What every trainer of TRL is given here: arguments, metrics, a time limit, a resumed start."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PrinterCallback, TrainerCallback
+
+from patcher.bench import BudgetError
+from patcher.training.folder import Deadline, TrainingFolder, UpdateMetrics
+from patcher.training.weights import device_here
+
+Told = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+
+
+def shared_arguments(
+    folder: TrainingFolder, updates: int, learning_rate: float, seed: int, save_every: int
+) -> dict[str, Any]:
+    """Arguments that TRL's configurations have in common. The learning rate does not depend on how
+    many updates there will be, so that a training can be made longer."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    on_gpu = device_here() == "cuda"
+    return {
+        "output_dir": str(folder.checkpoints),
+        "max_steps": updates,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": save_every,
+        "save_total_limit": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "seed": seed,
+    }
+
+
+class UpdateWriter(TrainerCallback):
+    """Writes a line of metrics an update, before its checkpoint, and stops in time.
+
+    Args:
+        folder: of the training.
+        updates: to be done.
+        deadline: an update that might end after it is not begun.
+        told: called with (stage, done, total).
+        measure: what is known of the update beside loss and time, as fields of `UpdateMetrics`.
+    """
+
+    def __init__(
+        self,
+        folder: TrainingFolder,
+        updates: int,
+        deadline: Deadline,
+        told: Told,
+        measure: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        self._folder, self._updates, self._deadline = folder, updates, deadline
+        self._told, self._measure = told, measure
+        self.begun_s = 0.0
+        """When the update began."""
+        self._took_s: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun_s = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._took_s.append(time.monotonic() - self.begun_s)
+        # the longest of the last few: replies grow and shrink
+        if not self._deadline.leaves(max(self._took_s[-5:])):
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return  # the summary after the last update
+        took_s = self._took_s[-1]
+        fields = self._measure(logs)
+        spent_s = fields.get("generating_s", 0.0) + fields.get("judging_s", 0.0)
+        line = UpdateMetrics(
+            update=state.global_step,
+            loss=float(logs["loss"]),
+            training_s=round(took_s - spent_s, 3),
+            **fields,
+        )
+        self._folder.metrics.append([line])
+        note = f"loss {line.loss:.3f}" if line.reward is None else f"reward {line.reward:+.2f}"
+        self._told(f"updates ({note})", state.global_step, self._updates)
+
+
+def run_updates(trainer: Any, folder: TrainingFolder, updates: int, deadline: Deadline) -> None:
+    """Train from the newest checkpoint on; the adapter is written at the end, and at a time limit.
+
+    Raises:
+        BudgetError: the time limit came first.
+    """
+    trainer.remove_callback(PrinterCallback)
+    newest = folder.rewind()
+    if newest is None or newest.update < updates:
+        trainer.train(resume_from_checkpoint=str(newest.path) if newest else None)
+        folder.save_adapter(trainer.accelerator.unwrap_model(trainer.model))
+    done = trainer.state.global_step if newest is None or newest.update < updates else updates
+    if deadline.hit and done < updates:
+        raise BudgetError(
+            f"the time limit came after update {done} of {updates}, which is saved",
+            "give the same command again",
+        )
