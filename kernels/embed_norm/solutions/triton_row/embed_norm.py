@@ -5,9 +5,8 @@
 #   I: int32 or int64
 # Writes: residual, output
 # Needs: a GPU that Triton drives; contiguous tensors, a row in one program's registers; graph-safe.
-# Idea: one program a token: its row of the table stays in registers from the copy to the scaling,
-#   so it is read once. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: one program a token; its row is read once, copied and normalised.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: 48aa45c2523f5f19615fe2651e087cb1e6c21cec6cb505b926344dd0c933cf07
 

@@ -3,9 +3,8 @@
 #   intermediate]; T: bfloat16 or float16 or float32
 # Writes: output
 # Needs: a GPU that Triton drives; any size; rows of gate and up at any pitch; graph-safe.
-# Idea: a program has 1,024 columns of one row, so that decode's few rows still spread over the GPU;
-#   each number is read and written once. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: a program has 1,024 columns of one row, so that few rows spread over the GPU.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: 0d8b3b608c910e5676a337e56715415b851ba4247a35a1ac30cb754acd6579ca
 

@@ -4,9 +4,8 @@
 #   intermediate]; T: bfloat16 or float16 or float32
 # Writes: output
 # Needs: a GPU that Triton drives; any size; rows of gate and up at any pitch; graph-safe.
-# Idea: a program has 1,024 columns of one row, so that decode's few rows still spread over the GPU;
-#   each number is read and written once. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: a program has 1,024 columns of one row, so that few rows spread over the GPU.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: a3d31e8f42fcaf0bd2155adf5824740c385f4b4e557dbee52362cb405607969e
 

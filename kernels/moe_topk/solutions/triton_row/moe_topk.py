@@ -5,8 +5,8 @@
 # Writes: scores, experts
 # Needs: a GPU that Triton drives; contiguous tensors, a row in one program's registers; graph-safe.
 # Idea: one program a token. A logit and its expert are one whole number whose largest is the next
-#   choice, ties and NaN included; the softmax is over what was picked. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+#   choice, ties and NaN included.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: 6097eaf9188d0117351d979961400640bb19ba56859c222996ee910133164577
 

@@ -5,9 +5,8 @@
 # Writes: output
 # Needs: a GPU that Triton drives; rows of the input at any pitch, a row in one program's registers;
 #   graph-safe.
-# Idea: one program a row, which stays in registers between the sum of squares and the scaling, so
-#   each number is read and written once. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: one program a row, which stays in registers from its sum of squares to its scaling.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: 7065d57f1c4e3c73682381207bcf67ea41e22040c0e7e9f347c817e75c2c43de
 

@@ -7,9 +7,9 @@
 # Writes: output, scales
 # Needs: a GPU of capability 8.9 or above that Triton drives; rows of the input at any pitch;
 #   graph-safe.
-# Idea: a program has some groups of one row, about 1,024 numbers, so that decode's few rows spread
-#   over the GPU; each sums the squares of the whole row, which L2 holds. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: a program has some groups of one row, about 1,024 numbers, so that few rows spread over the
+#   GPU; each sums the squares of the whole row.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: bc2c69163ff0d88db60a41d26de98b492f387208d3207a59ab43e86e510356d8
 

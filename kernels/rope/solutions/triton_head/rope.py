@@ -4,9 +4,8 @@
 #   tokens, head_dim]; T: bfloat16 or float16 or float32; C: T or float32
 # Writes: query, key
 # Needs: a GPU that Triton drives; head_dim even; contiguous tensors; graph-safe.
-# Idea: one launch for query and key: a program has one head of one token, its two halves in
-#   registers, and writes them back where they were. Nothing was tuned.
-# Made by: hand, as a plain right solution.
+# Idea: one launch for query and key: a program has one head of one token.
+# Made by: hand; not tuned.
 # Figures: not measured.
 # Digest: 0dc69dfec76f0c694a5d92c881f1f231e1300c5576c2a1ecbff52035009002c3
 
