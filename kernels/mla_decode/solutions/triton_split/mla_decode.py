@@ -4,7 +4,7 @@
 #   block_table[I: tokens, pages], lengths[I: tokens], out[T: tokens, heads, latent], scale; T:
 #   bfloat16 or float16 or float32; I: int32
 # Writes: out
-# Needs: a GPU that Triton drives, with 100 KB of shared memory for latent 512; any strides with
+# Needs: a GPU that Triton drives, with 75 KB of shared memory for latent 512; any strides with
 #   dense rows; graph-safe; calls of one shape on one stream at a time.
 # Idea: flash decoding. A program has 16 heads of one request and a part of its positions, and reads
 #   a row once as key and value. A second launch adds the parts up; a batch that fills the GPU has

@@ -15,7 +15,7 @@
 #   fixed order.
 # Made by: hand; not tuned.
 # Figures: not measured.
-# Digest: 8373f15b116fc93f2acdebf562dda6391405bd639ab55d5de86442f97ab0a0cd
+# Digest: f53929bd2249a7158214d814295631d4b2ab8ad989ce1557890bab310d578d5b
 
 import torch
 import triton
@@ -114,7 +114,8 @@ def moe_experts_fp8_block(
     sizes = {
         "BLOCK": block, "K": triton.next_power_of_2(block), "N": 32, "BY_GATE": gates < experts,
         "TOP_K": top_k, "ROWS": max(triton.next_power_of_2(tokens), 16),
-        "WIDE": triton.next_power_of_2(top_k), "num_warps": 4, "num_stages": 3,
+        "WIDE": triton.next_power_of_2(top_k), "num_warps": 4,
+        "num_stages": 3 if kind is torch.bfloat16 else 2,
     }  # fmt: skip
     moe_experts_fp8_block_kernel[(programs, triton.cdiv(inner, 32))](
         x, w1, w1_scale, gains, ids, middle, tokens, depth, wide, UP=True, **sizes
