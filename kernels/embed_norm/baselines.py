@@ -1,4 +1,4 @@
-"""Baselines: vLLM's two kernels, torch.compile, eager.
+"""Baselines: vLLM's two kernels, flashinfer's norm in place of the second, torch.compile, eager.
 
 A factory raises ImportError with the reason where the baseline does not run. A baseline writes in
 place, or returns (residual, output).
@@ -52,8 +52,26 @@ def vllm(device: str) -> Baseline:
     return run
 
 
+def flashinfer(device: str) -> Baseline:
+    if device != "cuda":
+        raise ImportError("flashinfer's kernel needs a CUDA device")
+    from flashinfer.norm import rmsnorm
+
+    def run(
+        ids: Tensor, table: Tensor, weight: Tensor, residual: Tensor, output: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        if weight.dtype != table.dtype:
+            raise ImportError("flashinfer's kernel wants the weight in the dtype of the rows")
+        rows = embedding(ids, table)
+        rmsnorm(rows, weight, epsilon, out=output)
+        return rows, output
+
+    return run
+
+
 BASELINES: dict[str, Callable[[str], Baseline]] = {
     "vllm": vllm,
+    "flashinfer": flashinfer,
     "torch.compile": compiled,
     "eager": eager,
 }
