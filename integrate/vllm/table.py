@@ -45,7 +45,7 @@ _MODELS = """## Models
 Read from the files of models, not from a run: *yes* says that an architecture refers to the layer.
 Quantised weights, LoRA or a parallel layout may still leave it to vLLM. `patcher receipts` says
 what took a layer and what refused, and why. *if mxfp4*: the role is that of checkpoints with such
-weights.
+weights; *if silu*: of models whose config.json names that activation.
 
 A *flat* model (`vllm/models/`) is written for its own checkpoint and often passes a layer's weight
 to a kernel of its own. There *partly* says that some layers of the role may not be reached.
@@ -109,8 +109,8 @@ def _cell(layers: RoleLayers, found: Mapping[str, Architecture]) -> str:
     words = {}
     for version, one in found.items():
         word = "partly" if one.is_flat else "yes"
-        if layers.weights:
-            word = f"{word}, if {layers.weights}" if one.is_flat else f"if {layers.weights}"
+        if needs := layers.weights or " or ".join(layers.activations):
+            word = f"{word}, if {needs}" if one.is_flat else f"if {needs}"
         words[version] = word if one.builds(layers.names) else "no"
     first = next(iter(words.values()))
     others = [f"{word} in {version}" for version, word in words.items() if word != first]
