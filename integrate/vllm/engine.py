@@ -7,7 +7,7 @@ package depends on a version, and none compares version numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
