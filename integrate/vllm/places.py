@@ -46,6 +46,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "norm": RoleLayers(("RMSNorm",)),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
+    "router.topk": RoleLayers((_MOE,)),
     "sampler.greedy": RoleLayers(("LogitsProcessor",)),
 }
 """By the name of the patch point."""

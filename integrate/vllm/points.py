@@ -18,6 +18,7 @@ from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
+from patcher.integrate.vllm.roles.topk import TopKRouter
 
 POINTS: dict[str, type[VllmPoint]] = {
     point.name: point
@@ -37,6 +38,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         SiluAndMul,
         GeluAndMul,
         GeluTanhAndMul,
+        TopKRouter,
         GatedDelta,
         GreedySampler,
     )

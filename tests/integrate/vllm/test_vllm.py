@@ -173,6 +173,10 @@ PLACES = {
     "activation.silu": [f"{_ACTIVATION}:SiluAndMul.forward"],
     "activation.gelu": [f"{_ACTIVATION}:GeluAndMul.forward"],
     "activation.gelu_tanh": [f"{_ACTIVATION}:GeluAndMul.forward"],
+    "router.topk": [
+        "vllm.model_executor.layers.fused_moe.router.fused_topk_router:"
+        "FusedTopKRouter._compute_routing"
+    ],
     "gated_delta": [
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"
         "fused_recurrent_gated_delta_rule_packed_decode"
