@@ -40,6 +40,13 @@ replaces or relies on is, part by part, code for which it was written. The numbe
 does not matter: a release in which those parts are the same is served untouched. Any other is
 refused when a worker starts, with what is new in it, and the engine runs without the patch.
 """
+_PASSES = """## Passes of vLLM's compiler
+
+They look for vLLM's own operators, and that of a patch is opaque to them. Where one of these is on
+and has something to fuse, the patch is refused. `fuse_norm_quant` and `fuse_act_quant` have nothing
+to fuse in a model without quantised weights. No pass looks for what the other roles replace, or the
+log warns of it: [passes that lose it](features.md#passes-that-lose-what-a-patch-replaces).
+"""
 _MODELS = """## Models
 
 Read from the files of models, not from a run: *yes* says that an architecture refers to the layer.
@@ -71,6 +78,10 @@ def page(points: Mapping[str, type[VllmPoint]], trees: Sequence[Tree]) -> str:
         built = [[one for one in all_.values() if one.builds(LAYERS[name].names)] for all_ in known]
         lines.append(_row([f"`{name}`", *map(_count, built)]))
     lines.append(_row(["all", *(_count(all_.values()) for all_ in known)]))
+    lines += ["", _PASSES]
+    for name, point in points.items():
+        if point.fused_by:
+            lines.append(f"- `{name}`: {', '.join(f'`{each}`' for each in point.fused_by)}")
     lines += ["", _MODELS, *_header(["model", *(f"`{name}`" for name in points)])]
     for family, architecture in FAMILIES.items():
         found = {

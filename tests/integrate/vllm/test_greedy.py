@@ -133,9 +133,11 @@ def test_runner_v2_takes_the_kernel_where_every_request_is_greedy(
         temperature[2] = 0.0
         assert torch.equal(sample(), greedy)
         # a draft model's own call is outside of a step's sampling
-        sampler.gumbel_sample(
-            given, torch.arange(ROWS), torch.zeros(ROWS), *[torch.arange(ROWS)] * 2, False, False
-        )
+        own_call = {"temperature": torch.zeros(ROWS), "apply_temperature": False}
+        if "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters:
+            own_call["is_drafting"] = True
+        rows = dict.fromkeys(("expanded_idx_mapping", "seed", "pos"), torch.arange(ROWS))
+        assert torch.equal(sampler.gumbel_sample(given, **rows, **own_call), greedy)
         assert sum(kernel.book.calls.values()) == 1
         assert dict(kernel.book.fallbacks) == {"a request that samples at random": 2}
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
