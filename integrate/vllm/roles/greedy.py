@@ -2,7 +2,8 @@
 
 Model runner V1 calls `Sampler.greedy_sample`. Runner V2 samples by `gumbel_sample`, which adds no
 noise for a temperature of 0; its `Sampler.sample` knows on the host which requests have that. A
-step in which any request samples at random stays with the engine. Neither is recorded in a graph.
+step in which any request samples at random stays with the engine. Neither is recorded in a graph,
+and an index is exact, whatever else is in a batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import engine, sources
+from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -45,7 +46,6 @@ class GreedySampler(VllmPoint):
         sources.must_be_as_read(self.name, self.parts)
         for place in self._places().values():
             place.must_be_the_engines()
-        engine.must_allow_another("sampler")
         return f"{_V1}.Sampler.greedy_sample and {_V2}.Sampler.sample"
 
     def of_role(self, layer: Any) -> bool:

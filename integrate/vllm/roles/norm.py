@@ -64,10 +64,9 @@ class _Norm(TriedLayers):
             if rows is None:
                 count()
                 return original(layer, x, residual)
-            output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            weight = layer.weight.data
-            operator(rows, weight, output.view(rows.shape), layer.variance_epsilon)
-            return output
+            output = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+            operator(rows, layer.weight.data, output, layer.variance_epsilon)
+            return output.view(x.shape)
 
         return part
 
