@@ -78,7 +78,7 @@ class _Norm(TriedLayers):
 class RmsNorm(_Norm):
     """`RMSNorm` with a weight and a mean over the whole row."""
 
-    name: ClassVar[str] = "norm"
+    name: ClassVar[str] = "norm.plain"
     op: ClassVar[str] = "rms_norm"
     layer: ClassVar[str] = "RMSNorm"
     parts: ClassVar[tuple[str, ...]] = (
@@ -109,7 +109,7 @@ class RmsNorm(_Norm):
 class GemmaRmsNorm(_Norm):
     """`GemmaRMSNorm`, which multiplies by one more than its weight."""
 
-    name: ClassVar[str] = "gemma_norm"
+    name: ClassVar[str] = "norm.gemma"
     op: ClassVar[str] = "gemma_rms_norm"
     layer: ClassVar[str] = "GemmaRMSNorm"
     parts: ClassVar[tuple[str, ...]] = (

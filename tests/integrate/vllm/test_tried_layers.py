@@ -26,7 +26,7 @@ __all__ = ("attention", "config")  # fixtures of tests here
 
 pytestmark = needs_vllm
 
-NORMS = ("norm", "gemma_norm")
+NORMS = ("norm.plain", "norm.gemma")
 ACTIVATIONS = ("activation.silu", "activation.gelu", "activation.gelu_tanh")
 TRIED = NORMS + ACTIVATIONS
 TOKENS, SIZE = 3, 64
@@ -60,8 +60,8 @@ def layer_of(name: str) -> Any:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     made = {
-        "norm": lambda: RMSNorm(SIZE, eps=1e-5, dtype=torch.float32),
-        "gemma_norm": lambda: GemmaRMSNorm(SIZE, eps=1e-5),
+        "norm.plain": lambda: RMSNorm(SIZE, eps=1e-5, dtype=torch.float32),
+        "norm.gemma": lambda: GemmaRMSNorm(SIZE, eps=1e-5),
         "activation.silu": SiluAndMul,
         "activation.gelu": lambda: GeluAndMul(approximate="none"),
         "activation.gelu_tanh": lambda: GeluAndMul(approximate="tanh"),
@@ -156,10 +156,10 @@ def test_layers_that_the_ops_do_not_describe_have_a_reason(config: Any) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     norms = [
-        *(layer_of("gemma_norm"), RMSNorm(SIZE, has_weight=False)),
+        *(layer_of("norm.gemma"), RMSNorm(SIZE, has_weight=False)),
         RMSNorm(SIZE, var_hidden_size=SIZE // 2),
     ]
-    seen = survey(POINTS["norm"](), shipped("norm").guards, norms)
+    seen = survey(POINTS["norm.plain"](), shipped("norm.plain").guards, norms)
     assert list(seen.refused) == [
         *("a weight that is offset by one", "no weight"),
         "a mean over a part of the row",
@@ -221,9 +221,9 @@ def test_the_batch_invariant_norm_is_left_alone(
 
 
 DECODERS = {
-    "qwen3": ({"norm": 1, "add_norm": 1, "activation.silu": 1}, "norm"),
-    "gemma3": ({"gemma_norm": 3, "activation.gelu_tanh": 1}, "gemma_norm"),
-    "qwen3_moe": ({"norm": 1, "add_norm": 1, "activation.silu": 1}, "norm"),
+    "qwen3": ({"norm.plain": 1, "add_norm": 1, "activation.silu": 1}, "norm.plain"),
+    "gemma3": ({"norm.gemma": 3, "activation.gelu_tanh": 1}, "norm.gemma"),
+    "qwen3_moe": ({"norm.plain": 1, "add_norm": 1, "activation.silu": 1}, "norm.plain"),
 }
 """Calls of a first decoder layer by point, and the point whose heads stay with the engine."""
 

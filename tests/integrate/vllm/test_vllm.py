@@ -168,8 +168,8 @@ RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ACTIVATION = "vllm.model_executor.layers.activation"
 _V2_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 PLACES = {
-    "norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
-    "gemma_norm": ["vllm.model_executor.layers.layernorm:GemmaRMSNorm.forward"],
+    "norm.plain": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
+    "norm.gemma": ["vllm.model_executor.layers.layernorm:GemmaRMSNorm.forward"],
     "activation.silu": [f"{_ACTIVATION}:SiluAndMul.forward"],
     "activation.gelu": [f"{_ACTIVATION}:GeluAndMul.forward"],
     "activation.gelu_tanh": [f"{_ACTIVATION}:GeluAndMul.forward"],
