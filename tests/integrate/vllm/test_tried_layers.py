@@ -100,7 +100,8 @@ def test_inductor_leaves_the_layer_whole(name: str, config: Any) -> None:
     layer, mix = layer_of(name), torch.nn.Linear(SIZE, SIZE)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return layer(mix(x)) * 2
+        found: torch.Tensor = layer(mix(x)) * 2
+        return found
 
     xs = [torch.randn(rows, SIZE) for rows in (5, 9)]
     expected = [block(x) for x in xs]
