@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from feature_matrix import feature
-from vllm_here import config, dispatcher, guards_of, needs_vllm
+from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
-from patcher.bench.runner.loading import load
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.survey import survey
-from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -26,22 +21,7 @@ OP = bench.load_op("gated_delta_decode")
 TOKENS, SLOTS, HEADS, VALUES, DIM = 3, 6, 2, 4, 16
 
 
-def shipped() -> Dispatcher:
-    source = OP.folder / "solutions" / "cpu_torch" / f"{OP.name}.py"
-    floats = dict.fromkeys(("T", "S", "F"), torch.float32)
-    guards = guards_of(OP.name, I=torch.int32, **floats)
-    return dispatcher(OP.name, load(str(source), "python", OP.name), guards)
-
-
-@contextmanager
-def patched(kernel: Dispatcher) -> Iterator[Any]:
-    point = POINTS["gated_delta"]()
-    point.install(kernel)
-    try:
-        yield point
-    finally:
-        point.remove()
-        kernel.close()
+FLOATS = dict.fromkeys("TSF", torch.float32)
 
 
 class Recorder:
@@ -105,7 +85,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @feature("`enforce_eager`, mode NONE", "right", "gated_delta")
 def test_a_step_of_decode_is_one_call(module: Any) -> None:
-    layer, given, kernel = layer_of(module), inputs(), shipped()
+    layer, given, kernel = layer_of(module), inputs(), shipped(OP.name, I=torch.int32, **FLOATS)
     before = layer.kv_cache[1].clone()
     made = {name: each[:TOKENS] for name, each in given.items()}
     expected = OP.reference(
@@ -117,7 +97,7 @@ def test_a_step_of_decode_is_one_call(module: Any) -> None:
         slots=torch.tensor([4, 0, 2]),
         out=torch.empty(TOKENS, VALUES * DIM),
     )
-    with patched(kernel) as point:
+    with patched("gated_delta", kernel) as point:
         out = step(layer, given)
         seen = survey(point, kernel.guards, [layer])
         assert (seen.taken, seen.total) == (1, 1)
@@ -136,9 +116,9 @@ def test_a_step_of_decode_is_one_call(module: Any) -> None:
 
 @feature("a cache whose slots are not dense", "falls back", "gated_delta")
 def test_other_calls_are_the_engines_own_and_counted(module: Any) -> None:
-    layer, given, kernel = layer_of(module), inputs(), shipped()
+    layer, given, kernel = layer_of(module), inputs(), shipped(OP.name, I=torch.int32, **FLOATS)
     function = vars(module.layer)["fused_recurrent_gated_delta_rule_packed_decode"]
-    with patched(kernel):
+    with patched("gated_delta", kernel):
         layer.head_k_dim = 4
         step(layer, given)
         layer.head_k_dim = DIM

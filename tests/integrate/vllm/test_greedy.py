@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from feature_matrix import feature
-from vllm_here import config, dispatcher, guards_of, needs_vllm
+from vllm_here import config, needs_vllm, patched, shipped
 
-from patcher import bench
-from patcher.bench.runner.loading import load
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.survey import survey
-from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
 pytestmark = needs_vllm
 
 ROWS, VOCAB = 4, 1500
-
-
-def shipped() -> Dispatcher:
-    op = bench.load_op("sample_argmax")
-    source = op.folder / "solutions" / "cpu_torch" / "sample_argmax.py"
-    guards = guards_of(op.name, T=torch.float32, I=torch.int64)
-    return dispatcher(op.name, load(str(source), "python", op.name), guards)
-
-
-@contextmanager
-def patched(kernel: Dispatcher) -> Iterator[Any]:
-    point = POINTS["sampler.greedy"]()
-    point.install(kernel)
-    try:
-        yield point
-    finally:
-        point.remove()
-        kernel.close()
 
 
 def logits() -> torch.Tensor:
@@ -54,9 +30,9 @@ def test_runner_v1_takes_the_kernel_and_else_the_engines_argmax(
     from vllm.v1.sample import sampler
 
     monkeypatch.setattr(sampler, "current_platform", SimpleNamespace(is_cpu=lambda: False), False)
-    given, kernel = logits(), shipped()
+    given, kernel = logits(), shipped("sample_argmax", T=torch.float32, I=torch.int64)
     own = sampler.Sampler.greedy_sample(given)
-    with patched(kernel):
+    with patched("sampler.greedy", kernel):
         assert torch.equal(sampler.Sampler().greedy_sample(given), own)
         assert torch.equal(sampler.Sampler.greedy_sample(given), own)
         assert dict(kernel.book.calls) == {f"sample_argmax tokens=4 vocab={VOCAB} float32/int64": 2}
@@ -110,7 +86,7 @@ def test_runner_v2_takes_the_kernel_where_every_request_is_greedy(
         any_greedy=lambda requests: bool((temperature[requests] == 0).any()),
         any_explicit_seed=lambda _: False,
     )
-    given, kernel = logits(), shipped()
+    given, kernel = logits(), shipped("sample_argmax", T=torch.float32, I=torch.int64)
     named = {
         **{"logits": given, "idx_mapping_np": np.arange(ROWS), "return_logprobs": False},
         **dict.fromkeys(("idx_mapping", "expanded_idx_mapping", "pos"), torch.arange(ROWS)),
@@ -128,7 +104,7 @@ def test_runner_v2_takes_the_kernel_where_every_request_is_greedy(
     temperature[2] = 1.0
     mixed = sample()
     assert mixed[2] != greedy[2]
-    with patched(kernel) as point:
+    with patched("sampler.greedy", kernel) as point:
         assert torch.equal(sample(), mixed)
         temperature[2] = 0.0
         assert torch.equal(sample(), greedy)

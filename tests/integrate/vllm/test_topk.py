@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from feature_matrix import feature
-from vllm_here import config, dispatcher, guards_of, needs_vllm
+from vllm_here import config, needs_vllm, patched, shipped
 
-from patcher import bench
-from patcher.bench.runner.loading import load
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.survey import survey
-from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
 pytestmark = needs_vllm
 
 TOKENS, EXPERTS, TOP_K = 5, 8, 2
-
-
-def shipped() -> Dispatcher:
-    op = bench.load_op("moe_topk")
-    source = op.folder / "solutions" / "cpu_torch" / "moe_topk.py"
-    guards = guards_of(op.name, T=torch.bfloat16, S=torch.float32, I=torch.int32)
-    return dispatcher(op.name, load(str(source), "python", op.name), guards)
-
-
-@contextmanager
-def patched(kernel: Dispatcher) -> Iterator[Any]:
-    point = POINTS["router.topk"]()
-    point.install(kernel)
-    try:
-        yield point
-    finally:
-        point.remove()
-        kernel.close()
+DTYPES = {"T": torch.bfloat16, "S": torch.float32, "I": torch.int32}
 
 
 @pytest.fixture
@@ -85,8 +62,8 @@ def test_tokens_go_where_the_engine_sends_them(topk_softmax: list[int]) -> None:
     weights, ids = route(router)
     wide = route(router, torch.float32)
     topk_softmax.clear()
-    kernel = shipped()
-    with patched(kernel):
+    kernel = shipped("moe_topk", **DTYPES)
+    with patched("router.topk", kernel):
         found = route(router)
         torch.testing.assert_close(found[0], weights)
         assert torch.equal(found[1], ids)
@@ -116,7 +93,7 @@ def test_rows_of_padding_have_no_expert(
     weights, ids = route(router_of())
     assert ids[3:].eq(-1).all()
     assert ids[:3].ge(0).all()
-    with patched(shipped()):
+    with patched("router.topk", shipped("moe_topk", **DTYPES)):
         found = route(router_of())
     assert torch.equal(found[1], ids)
     torch.testing.assert_close(found[0][:3], weights[:3])
@@ -144,8 +121,8 @@ def test_routers_that_the_op_does_not_describe_have_a_reason(topk_softmax: list[
         *(runner(router_of()), runner(router_of(), alone=True), runner(Other())),
         *(runner(router_of(scoring_func="sigmoid")), runner(router_of(renormalize=False))),
     ]
-    kernel = shipped()
-    with patched(kernel) as point:
+    kernel = shipped("moe_topk", **DTYPES)
+    with patched("router.topk", kernel) as point:
         seen = survey(point, kernel.guards, layers)
         assert (seen.taken, dict(seen.refused)) == (
             1,
@@ -169,7 +146,7 @@ def test_a_router_that_fails_its_trial_stays_with_the_engine(
 ) -> None:
     from vllm import _custom_ops
 
-    router, kernel = router_of(), shipped()
+    router, kernel = router_of(), shipped("moe_topk", **DTYPES)
     own = _custom_ops.topk_softmax
 
     def other(weights: Any, *rest: Any, **more: Any) -> None:
@@ -178,7 +155,7 @@ def test_a_router_that_fails_its_trial_stays_with_the_engine(
 
     monkeypatch.setattr(_custom_ops, "topk_softmax", other)
     expected = route(router)
-    with patched(kernel) as point:
+    with patched("router.topk", kernel) as point:
         layer = SimpleNamespace(
             router=router, is_monolithic=False, parameters=lambda: iter([torch.zeros(1)])
         )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +11,9 @@ from feature_matrix import feature
 from patch_sample import OP, add_norm_guards
 from patch_sample import kernel as add_norm
 from vllm_attention import attention, empty_cache
-from vllm_here import config, dispatcher, guards_of, needs_vllm
+from vllm_here import config, dispatcher, needs_vllm, patched, shipped
 
 from patcher import bench
-from patcher.bench.runner.loading import load
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.survey import survey
 from patcher.integrate.vllm.points import POINTS
@@ -32,27 +28,12 @@ TRIED = NORMS + ACTIVATIONS
 TOKENS, SIZE = 3, 64
 
 
-def shipped(name: str) -> Dispatcher:
-    """The plain kernel that the library ships for the op of a point."""
-    op = bench.load_op(POINTS[name].op)
-    source = op.folder / "solutions" / "cpu_torch" / f"{op.name}.py"
-    dtypes = {"T": torch.float32, **({"W": torch.float32} if name in NORMS else {})}
-    guards = guards_of(op.name, **dtypes)
+def kernel_of(name: str) -> Dispatcher:
     if name in NORMS:
-        guards = replace(guards, scalars=(("epsilon", float),))
-    return dispatcher(op.name, load(str(source), "python", op.name), guards)
-
-
-@contextmanager
-def patched(name: str, kernel: Dispatcher) -> Iterator[Any]:
-    point = POINTS[name]()
-    point.install(kernel)
-    try:
-        yield point
-    finally:
-        point.remove()
-        kernel.close()
-        torch._dynamo.reset()
+        scalars, more = [("epsilon", float)], {"W": torch.float32}
+    else:
+        scalars, more = [], {}
+    return shipped(POINTS[name].op, *scalars, T=torch.float32, **more)
 
 
 def layer_of(name: str) -> Any:
@@ -78,7 +59,7 @@ def test_a_layer_runs_the_kernel_and_falls_back_to_the_engines_own(name: str, co
     layer, x = layer_of(name), torch.randn(TOKENS, SIZE)
     wide = x.double()
     own, own_wide = layer(x), layer(wide)
-    kernel = shipped(name)
+    kernel = kernel_of(name)
     with patched(name, kernel) as point:
         given = layer(x)
         assert given.shape == own.shape
@@ -105,7 +86,7 @@ def test_inductor_leaves_the_layer_whole(name: str, config: Any) -> None:
 
     xs = [torch.randn(rows, SIZE) for rows in (5, 9)]
     expected = [block(x) for x in xs]
-    kernel = shipped(name)
+    kernel = kernel_of(name)
     with patched(name, kernel):
         run = torch.compile(block, fullgraph=True, dynamic=True)
         for x, own in zip(xs, expected, strict=True):
@@ -122,7 +103,7 @@ def test_heads_that_lie_beside_others_stay_with_the_engine(
     norm = layer_of(name)
     query = torch.randn(TOKENS, 6 * SIZE)[:, : 2 * SIZE].view(TOKENS, 2, SIZE)
     own, rows = norm(query), norm(query.contiguous())
-    kernel = shipped(name)
+    kernel = kernel_of(name)
     with patched(name, kernel):
         run: Any = torch.compile(norm, fullgraph=True, backend="eager") if compiled else norm
         assert torch.equal(run(query), own)
@@ -140,7 +121,7 @@ def test_a_layer_that_fails_its_trial_is_given_back(name: str, config: Any) -> N
     formula = other.forward_native
     other.forward_native = other._forward_method = lambda x, *rest: 1.5 * formula(x, *rest)
     own = other(x)
-    kernel = shipped(name)
+    kernel = kernel_of(name)
     with patched(name, kernel) as point:
         for _ in range(2):
             seen = survey(point, kernel.guards, [other, fitting])
@@ -160,17 +141,17 @@ def test_layers_that_the_ops_do_not_describe_have_a_reason(config: Any) -> None:
         *(layer_of("norm.gemma"), RMSNorm(SIZE, has_weight=False)),
         RMSNorm(SIZE, var_hidden_size=SIZE // 2),
     ]
-    seen = survey(POINTS["norm.plain"](), shipped("norm.plain").guards, norms)
+    seen = survey(POINTS["norm.plain"](), kernel_of("norm.plain").guards, norms)
     assert list(seen.refused) == [
         *("a weight that is offset by one", "no weight"),
         "a mean over a part of the row",
     ]
-    kernel = shipped("activation.gelu")
+    kernel = kernel_of("activation.gelu")
     layers = [layer_of("activation.gelu_tanh"), layer_of("activation.gelu")]
     seen = survey(POINTS["activation.gelu"](), kernel.guards, layers)
     assert (seen.taken, dict(seen.refused)) == (1, {"another formula: tanh": 1})
     # both formulas are one class: each patch takes its own
-    x, tanh = torch.randn(TOKENS, SIZE), shipped("activation.gelu_tanh")
+    x, tanh = torch.randn(TOKENS, SIZE), kernel_of("activation.gelu_tanh")
     own = [layer(x) for layer in layers]
     with patched("activation.gelu", kernel), patched("activation.gelu_tanh", tanh):
         for layer, expected in zip(layers, own, strict=True):
@@ -251,7 +232,7 @@ def test_a_decoder_layer_of_a_real_model_runs_all_of_them(
     kernels = {
         each: dispatcher(OP.name, add_norm, add_norm_guards())
         if each == "add_norm"
-        else shipped(each)
+        else kernel_of(each)
         for each in calls
     }
     points = []
