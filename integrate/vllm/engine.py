@@ -93,6 +93,33 @@ def engines_add_norm() -> AddNorm:
     return run
 
 
+Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""x [rows, hidden] and weight [hidden], both read; output [rows, hidden]; epsilon."""
+
+
+def engines_norm() -> Norm:
+    """vLLM's RMSNorm of rows: its C kernel, or PyTorch where that cannot run."""
+    custom_ops = sources.module("vllm._custom_ops")
+    built_in = hasattr(torch.ops._C, "rms_norm")
+
+    def run(x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, epsilon: float) -> None:
+        if built_in and x.is_cuda and x.dtype == weight.dtype:
+            custom_ops.rms_norm(output, x, weight, epsilon)
+        else:
+            norm_in_pytorch(x, weight, output, epsilon)
+
+    return run
+
+
+def norm_in_pytorch(
+    x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, epsilon: float
+) -> None:
+    """RMSNorm with the roundings of vLLM's: to the weight's dtype, before it multiplies."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    output.copy_(scaled.to(weight.dtype) * weight)
+
+
 def splits_sequences() -> bool:
     """Whether sequence parallelism is on (`enable_sp`, until 0.28.0): its pass gives each rank its
     share of the residual between vLLM's own norms, which it knows by their operator.
@@ -139,9 +166,58 @@ def must_allow_another(kernel: str) -> None:
         )
 
 
-def decided_by() -> tuple[bool, ...]:
+def must_not_be_fused(passes: Iterable[str]) -> None:
+    """Refuse an engine whose compiler would fuse what a patch replaces.
+
+    Args:
+        passes: those of `FUSING` that look for it.
+
+    Raises:
+        VerificationError: one of them is on, and has something to fuse.
+    """
+    if on := _fusing(passes):
+        raise VerificationError(
+            f"vLLM's compiler fuses that operator with others ({', '.join(on)})",
+            "turn the pass off in compilation_config.pass_config, or revert the patch",
+        )
+
+
+def must_not_be_replaced(layer: str) -> None:
+    """Refuse a class of layers in whose place another plugin has its own.
+
+    Raises:
+        VerificationError: there is one.
+    """
+    replaced = sources.module("vllm.model_executor.custom_op").op_registry_oot
+    if layer in replaced:
+        raise VerificationError(
+            f"{layer} is replaced by {replaced[layer].__name__}", "disable its plugin"
+        )
+
+
+FUSING = (
+    "fuse_norm_quant",
+    "fuse_act_quant",
+    "fuse_allreduce_rms",
+    "enable_qk_norm_rope_fusion",
+    "fuse_qk_norm_rope_kvcache",
+    "fuse_mla_dual_rms_norm",
+)
+"""The passes for which a point may be refused; the first two fuse with quantised weights alone."""
+
+
+def _fusing(passes: Iterable[str]) -> tuple[str, ...]:
+    """Those of the passes that are on in the current configuration and have something to fuse."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    if config is None or not compiles_graphs():
+        return ()
+    idle = () if config.quant_config is not None else FUSING[:2]
+    return tuple(name for name in passes_on(passes) if name not in idle)
+
+
+def decided_by() -> tuple[bool | tuple[str, ...], ...]:
     """What patch points look at in an engine's configuration when they are installed."""
-    return batch_invariant(), splits_sequences()
+    return batch_invariant(), splits_sequences(), _fusing(FUSING)
 
 
 def copy_to_ray_workers(names: Iterable[str]) -> None:

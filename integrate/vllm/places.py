@@ -12,6 +12,8 @@ from patcher.integrate.vllm.tree import Tree
 
 _MOE = "FusedMoE|FusedMoEFactory"
 _MXFP4 = "mxfp4"
+_BY_NAME = "get_act_and_mul_fn"
+"""Builds the activation that a config.json names."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,29 @@ class RoleLayers:
     version renamed one."""
     weights: str | None = None
     """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
+    activations: tuple[str, ...] = ()
+    """The activations that it takes, by their names in a config.json; empty for any."""
 
 
 LAYERS: Mapping[str, RoleLayers] = {
+    "activation.gelu": RoleLayers((f"GeluAndMul|{_BY_NAME}",), None, ("gelu",)),
+    "activation.gelu_tanh": RoleLayers((f"GeluAndMul|{_BY_NAME}",), None, ("gelu_pytorch_tanh",)),
+    "activation.silu": RoleLayers((f"SiluAndMul|{_BY_NAME}",), None, ("silu", "swish")),
     "add_norm": RoleLayers(("RMSNorm",)),
     "decode_attention": RoleLayers(("Attention",)),
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4),
     "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4),
     "experts.sum.oai": RoleLayers((_MOE,), _MXFP4),
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
+    "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",)),
+    "norm.gemma": RoleLayers(("GemmaRMSNorm",)),
     "linear": RoleLayers(("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)),
     "lm_head": RoleLayers(("ParallelLMHead",)),
+    "norm.plain": RoleLayers(("RMSNorm",)),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
+    "router.topk": RoleLayers((_MOE,)),
+    "sampler.greedy": RoleLayers(("LogitsProcessor",)),
 }
 """By the name of the patch point."""
 
@@ -75,5 +87,19 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"{method or 'not quantised'}",
             "revert the patch for this model",
         )
+    found = _activation(model)
+    if layers.activations and found is not None and found not in layers.activations:
+        raise VerificationError(
+            f"{point} takes {' or '.join(layers.activations)}, the activation of this {one.name} "
+            f"is {found}",
+            "revert the patch for this model",
+        )
     flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
+
+
+def _activation(model: Mapping[str, Any]) -> str | None:
+    """The activation of a model's MLPs as its config.json names it; None if it names none."""
+    text = model.get("text_config") or model
+    found = text.get("hidden_activation") or text.get("hidden_act")
+    return None if found is None else str(found).lower()

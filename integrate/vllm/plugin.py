@@ -183,7 +183,7 @@ class _State:
     enabled: tuple[tuple[str, str], ...] | str
     """Ids and digests of the enabled patches, or why the store has none."""
     tensor_parallel: int
-    settings: tuple[bool, ...]
+    settings: tuple[bool | tuple[str, ...], ...]
     """See `decided_by`."""
 
     @classmethod

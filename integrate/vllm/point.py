@@ -30,6 +30,8 @@ class VllmPoint(ABC):
     """Arguments of `LLM` that make vLLM run the patched code."""
     fusions: ClassVar[tuple[str, ...]] = ()
     """The compiler's passes that would fuse what it replaces, by their names in `PassConfig`."""
+    fused_by: ClassVar[tuple[str, ...]] = ()
+    """Such passes for which the patch is refused, where they have something to fuse."""
 
     def __init__(self, target: Any = None) -> None:
         """Prepare the point; `target` is unused, since classes and modules are patched."""

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.roles.activation import GeluAndMul, GeluTanhAndMul, SiluAndMul
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
+from patcher.integrate.vllm.roles.gated_delta import GatedDelta
+from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
+from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
+from patcher.integrate.vllm.roles.topk import TopKRouter
 
 POINTS: dict[str, type[VllmPoint]] = {
     point.name: point
@@ -28,6 +33,14 @@ POINTS: dict[str, type[VllmPoint]] = {
         Linear,
         LmHead,
         ExpertsToNorm,
+        RmsNorm,
+        GemmaRmsNorm,
+        SiluAndMul,
+        GeluAndMul,
+        GeluTanhAndMul,
+        TopKRouter,
+        GatedDelta,
+        GreedySampler,
     )
 }
 

@@ -40,12 +40,19 @@ replaces or relies on is, part by part, code for which it was written. The numbe
 does not matter: a release in which those parts are the same is served untouched. Any other is
 refused when a worker starts, with what is new in it, and the engine runs without the patch.
 """
+_PASSES = """## Passes of vLLM's compiler
+
+They look for vLLM's own operators, and that of a patch is opaque to them. Where one of these is on
+and has something to fuse, the patch is refused. `fuse_norm_quant` and `fuse_act_quant` have nothing
+to fuse in a model without quantised weights. No pass looks for what the other roles replace, or the
+log warns of it: [passes that lose it](features.md#passes-that-lose-what-a-patch-replaces).
+"""
 _MODELS = """## Models
 
 Read from the files of models, not from a run: *yes* says that an architecture refers to the layer.
 Quantised weights, LoRA or a parallel layout may still leave it to vLLM. `patcher receipts` says
 what took a layer and what refused, and why. *if mxfp4*: the role is that of checkpoints with such
-weights.
+weights; *if silu*: of models whose config.json names that activation.
 
 A *flat* model (`vllm/models/`) is written for its own checkpoint and often passes a layer's weight
 to a kernel of its own. There *partly* says that some layers of the role may not be reached.
@@ -71,6 +78,10 @@ def page(points: Mapping[str, type[VllmPoint]], trees: Sequence[Tree]) -> str:
         built = [[one for one in all_.values() if one.builds(LAYERS[name].names)] for all_ in known]
         lines.append(_row([f"`{name}`", *map(_count, built)]))
     lines.append(_row(["all", *(_count(all_.values()) for all_ in known)]))
+    lines += ["", _PASSES]
+    for name, point in points.items():
+        if point.fused_by:
+            lines.append(f"- `{name}`: {', '.join(f'`{each}`' for each in point.fused_by)}")
     lines += ["", _MODELS, *_header(["model", *(f"`{name}`" for name in points)])]
     for family, architecture in FAMILIES.items():
         found = {
@@ -109,8 +120,8 @@ def _cell(layers: RoleLayers, found: Mapping[str, Architecture]) -> str:
     words = {}
     for version, one in found.items():
         word = "partly" if one.is_flat else "yes"
-        if layers.weights:
-            word = f"{word}, if {layers.weights}" if one.is_flat else f"if {layers.weights}"
+        if needs := layers.weights or " or ".join(layers.activations):
+            word = f"{word}, if {needs}" if one.is_flat else f"if {needs}"
         words[version] = word if one.builds(layers.names) else "no"
     first = next(iter(words.values()))
     others = [f"{word} in {version}" for version, word in words.items() if word != first]

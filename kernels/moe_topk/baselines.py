@@ -1,4 +1,4 @@
-"""Baselines: transformers' router, torch.compile, and eager.
+"""Baselines: vLLM's kernel, transformers' router, torch.compile, and eager.
 
 A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
 reason if the baseline does not run on this machine. A baseline writes in place or returns (scores,
@@ -21,7 +21,7 @@ def _eager(logits: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor, Ten
     order = torch.sort(logits, dim=1, descending=True, stable=True)
     top_k = scores.shape[1]
     softmax = torch.softmax(order.values[:, :top_k].float(), 1)
-    return softmax.to(logits.dtype), order.indices[:, :top_k]
+    return softmax.to(scores.dtype), order.indices[:, :top_k].to(experts.dtype)
 
 
 def eager(device: str) -> Baseline:
@@ -38,12 +38,28 @@ def topk(device: str) -> Baseline:
 
     def run(logits: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         values, chosen = torch.topk(logits, scores.shape[1], dim=-1)
-        return torch.softmax(values, dim=1, dtype=values.dtype), chosen
+        return torch.softmax(values, dim=1, dtype=scores.dtype), chosen.to(experts.dtype)
+
+    return run
+
+
+def vllm(device: str) -> Baseline:
+    """vLLM's kernel, which renormalises; it writes float32."""
+    if device != "cuda":
+        raise ImportError("vLLM's kernel needs a CUDA device")
+    from vllm import _custom_ops as ops
+
+    def run(logits: Tensor, scores: Tensor, experts: Tensor) -> None:
+        if scores.dtype != torch.float32:
+            raise ImportError("vLLM's kernel writes weights in float32 alone")
+        rows = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
+        ops.topk_softmax(scores, experts, rows, logits, True)
 
     return run
 
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {
+    "vllm": vllm,
     "transformers": topk,
     "torch.compile": compiled,
     "eager": eager,

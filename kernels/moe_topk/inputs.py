@@ -27,7 +27,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         ValueError: unknown regime.
     """
     axes, device = point.axes, generator.device
-    dtype = getattr(torch, point.dtypes["T"])
+    dtype, of_scores, of_experts = (getattr(torch, point.dtypes[name]) for name in "TSI")
     tokens, experts, top_k = axes["tokens"], axes["n_experts"], axes["top_k"]
     logits = torch.randn(tokens, experts, generator=generator, device=device)
     match regime:
@@ -45,6 +45,6 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     garbage = torch.randint(0, experts, (tokens, top_k), generator=generator, device=device)
     return {
         "logits": logits.to(dtype),
-        "scores": torch.zeros(tokens, top_k, dtype=dtype, device=device),
-        "experts": garbage,
+        "scores": torch.zeros(tokens, top_k, dtype=of_scores, device=device),
+        "experts": garbage.to(of_experts),
     }

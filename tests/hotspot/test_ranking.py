@@ -346,5 +346,9 @@ def test_an_op_covers_only_its_own_chain_and_only_models_it_fits() -> None:
     assert op("void flashinfer::norm::GemmaFusedAddRMSNormKernel<8>()") == (None, ())
     assert "transformers: gpt_oss.decoder_layer" in op(norm, "gpt-oss-20b")[1]
     assert not any("gpt_oss" in point for point in op(norm, "Qwen3-8B")[1])
-    assert op("void vllm::moe::topkGatingSoftmax<4>()", "Qwen3-8B") == (None, ())
-    assert op("void vllm::moe::topkGatingSoftmax<4>()", "gpt-oss-20b")[0] == "moe_topk"
+    router = "void vllm::moe::topkGatingSoftmax<4>()"
+    assert op(router, "Qwen3-30B-A3B") == ("moe_topk", ("vllm: router.topk",))
+    assert "transformers: gpt_oss.router" in op(router, "gpt-oss-20b")[1]
+    rotation = "void rope_kernel<128>()"
+    assert op(rotation, "Qwen3-8B") == (None, ())
+    assert op(rotation, "gpt-oss-20b")[0] == "rope"

@@ -129,7 +129,7 @@ def _sorted(versions: Iterable[str]) -> list[str]:
 
 def _cell(outcomes: Mapping[str, list[str]], versions: list[str]) -> str:
     if not outcomes:
-        return NOT_TRIED
+        return ""
     left = [version for version in versions if not any(version in v for v in outcomes.values())]
     if len(outcomes) == 1:
         said = list(outcomes)
@@ -139,7 +139,7 @@ def _cell(outcomes: Mapping[str, list[str]], versions: list[str]) -> str:
 
 
 def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return " ".join(["|", *(f"{each} |" if each else "|" for each in cells)])
 
 
 def recorded() -> Record:
@@ -236,7 +236,7 @@ from its wheels, with doubles for what needs a GPU; transformers with real peft 
 - *right*: the patched kernel runs where it can, and what comes out is what the engine gives.
 - *falls back*: the engine's own code runs, and the receipt counts that with a reason.
 - *refused*: the patch is not installed where that is on, and the log says why.
-- *not tried*: no test says. `patcher receipts` tells for each layer and call.
+- An empty cell, or *not tried*: no test says. `patcher receipts` tells for each layer and call.
 """
 _GPU = """\
 ## vLLM 0.33.0 on an H100

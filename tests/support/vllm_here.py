@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from packaging.version import Version
 
 from patcher import bench
+from patcher.bench.runner.loading import load
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import CallGuards
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.points import POINTS
 
 
 def installed() -> str | None:
@@ -69,6 +72,26 @@ def guards_of(op: str, **dtypes: torch.dtype) -> CallGuards:
     guards = contract_guards(bench.load_op(op).contract, "cpu", [])
     tensors = tuple(replace(tensor, alignment=1) for tensor in guards.tensors)
     return replace(guards, tensors=tensors, scalars=(), dtypes=(dtypes,))
+
+
+def shipped(op: str, *scalars: tuple[str, type], **dtypes: torch.dtype) -> Dispatcher:
+    """Of the op's plain kernel in PyTorch, which the library ships."""
+    source = bench.load_op(op).folder / "solutions" / "cpu_torch" / f"{op}.py"
+    guards = replace(guards_of(op, **dtypes), scalars=scalars)
+    return dispatcher(op, load(str(source), "python", op), guards)
+
+
+@contextmanager
+def patched(point: str, kernel: Dispatcher) -> Iterator[Any]:
+    """The point with the kernel; nothing of it is left after."""
+    made = POINTS[point]()
+    made.install(kernel)
+    try:
+        yield made
+    finally:
+        made.remove()
+        kernel.close()
+        torch._dynamo.reset()
 
 
 def nothing(*args: Any) -> None:

@@ -142,6 +142,15 @@ def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.Monk
     with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are fp8"):
         of_model(point, lambda: fp8)
     assert of_model(point, lambda: mxfp4)
+    # and of another formula, by the text model's own word before an older one
+    monkeypatch.setitem(LAYERS, point, RoleLayers(("RMSNorm",), None, ("gelu",)))  # type: ignore[arg-type]
+    older = {
+        **config,
+        "text_config": {"hidden_act": "gelu", "hidden_activation": "GELU_pytorch_tanh"},
+    }
+    with pytest.raises(bench.VerificationError, match=r"takes gelu, .* is gelu_pytorch_tanh"):
+        of_model(point, lambda: older)
+    assert of_model(point, lambda: config)
 
 
 def test_the_page_says_role_by_role_what_a_version_and_a_family_have(tree: Tree) -> None:

@@ -165,7 +165,27 @@ def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
 
 
 RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+_ACTIVATION = "vllm.model_executor.layers.activation"
+_V2_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 PLACES = {
+    "norm.plain": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
+    "norm.gemma": ["vllm.model_executor.layers.layernorm:GemmaRMSNorm.forward"],
+    "activation.silu": [f"{_ACTIVATION}:SiluAndMul.forward"],
+    "activation.gelu": [f"{_ACTIVATION}:GeluAndMul.forward"],
+    "activation.gelu_tanh": [f"{_ACTIVATION}:GeluAndMul.forward"],
+    "router.topk": [
+        "vllm.model_executor.layers.fused_moe.router.fused_topk_router:"
+        "FusedTopKRouter._compute_routing"
+    ],
+    "gated_delta": [
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"
+        "fused_recurrent_gated_delta_rule_packed_decode"
+    ],
+    "sampler.greedy": [
+        "vllm.v1.sample.sampler:Sampler.greedy_sample",
+        f"{_V2_SAMPLER}:Sampler.sample",
+        f"{_V2_SAMPLER}:gumbel_sample",
+    ],
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
     "lm_head": [
