@@ -121,6 +121,19 @@ def _builds(config: Mapping[str, Any], names: list[str]) -> bool:
     return any(type(module).__name__ in names for module in model.modules())
 
 
+def default_activation(architecture: str) -> str | None:
+    """The activation that an architecture's configuration has if a config.json names none.
+
+    Raises:
+        MissingError: transformers is not installed.
+    """
+    folder = _folder(TransformersTree.installed().folder / "transformers/models", architecture)
+    if folder is None:
+        return None
+    found = (stated_activation(folder, name) for name in ("hidden_activation", "hidden_act"))
+    return next(filter(None, found), None)
+
+
 def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
     """The classes in an architecture's own file whose objects compute an op.
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from patcher.bench import VerificationError
+from patcher.bench import MissingError, VerificationError
+from patcher.integrate.transformers.places import default_activation
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.tree import Tree
 
@@ -87,8 +88,8 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"{method or 'not quantised'}",
             "revert the patch for this model",
         )
-    found = _activation(model)
-    if layers.activations and found is not None and found not in layers.activations:
+    found = _activation(model) if layers.activations else None
+    if found is not None and found not in layers.activations:
         raise VerificationError(
             f"{point} takes {' or '.join(layers.activations)}, the activation of this {one.name} "
             f"is {found}",
@@ -99,7 +100,13 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
 
 
 def _activation(model: Mapping[str, Any]) -> str | None:
-    """The activation of a model's MLPs as its config.json names it; None if it names none."""
+    """The activation of a model's MLPs, by its config.json or else its architecture; None if
+    neither names one."""
     text = model.get("text_config") or model
     found = text.get("hidden_activation") or text.get("hidden_act")
+    if found is None and (kind := text.get("model_type")):
+        try:
+            found = default_activation(str(kind))
+        except MissingError:  # the engine's own survey of a loaded model is exact
+            return None
     return None if found is None else str(found).lower()

@@ -150,6 +150,8 @@ def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.Monk
     }
     with pytest.raises(bench.VerificationError, match=r"takes gelu, .* is gelu_pytorch_tanh"):
         of_model(point, lambda: older)
+    with pytest.raises(bench.VerificationError, match="is gelu_pytorch_tanh"):
+        of_model(point, lambda: {**config, "model_type": "gemma3_text"})  # by default
     assert of_model(point, lambda: config)
 
 
