@@ -251,19 +251,7 @@ class _Loop:
 
     def _round(self, number: int, asks: Sequence[CandidateRequest]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
-        waits, generated = PendingWaits(), list[GeneratedSource]()
-        spent: BudgetError | None = None
-        stopped = self._recorded_stop()
-        for iteration, ask in enumerate(asks, len(self.history.results)):
-            if stopped and iteration >= stopped.iterations:
-                break  # it ended in the midst of this round
-            try:
-                with waits.collect():
-                    generated.append(self.generator.generate(iteration, ask))
-            except BudgetError as error:
-                spent = error  # what is paid for is judged all the same
-                break
-        waits.settle()
+        generated, spent = self._generate(asks)
         candidates = {}
         for one in generated:
             if isinstance(one.source, str):
@@ -277,6 +265,31 @@ class _Loop:
             self._done(number, one, candidates.get(one.iteration), verdict)
         if spent := spent or evaluations.spent:
             raise spent
+
+    def _generate(
+        self, asks: Sequence[CandidateRequest]
+    ) -> tuple[list[GeneratedSource], BudgetError | None]:
+        """What was asked for, and why the last ones were not. What goes out in a batch goes out
+        together: the advice of a round, then its questions for a source.
+
+        Raises:
+            WaitingError: something has not been answered.
+        """
+        stopped = self._recorded_stop()
+        while True:
+            waits, generated, spent = PendingWaits(), list[GeneratedSource](), None
+            for iteration, ask in enumerate(asks, len(self.history.results)):
+                if stopped and iteration >= stopped.iterations:
+                    break  # it ended in the midst of this round
+                try:
+                    with waits.collect():
+                        generated.append(self.generator.generate(iteration, ask))
+                except BudgetError as error:
+                    spent = error  # what is paid for is judged all the same
+                    break
+            if not waits.errors or not self.generator.answered():
+                waits.settle()
+                return generated, spent
 
     def _candidate(self, iteration: int, source: str) -> Candidate:
         candidate = Candidate(op=self.op.name, language=self.language, source=source)
