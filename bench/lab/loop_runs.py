@@ -48,6 +48,8 @@ class LoopRow(Record):
     baseline_us: float | None
     candidate_us: float | None
     """Geometric means over the points."""
+    missing_baselines: tuple[str, ...] = ()
+    """Those that did not run there: the faster one may be among them."""
     points: tuple[str, ...] = ()
     device: str | None = None
     tokens: int
@@ -114,6 +116,7 @@ def loop_row(run: Run) -> LoopRow | None:
         baseline=best.baseline if best else None,
         baseline_us=geomean([each.baseline_us for each in timings]) if best else None,
         candidate_us=geomean([each.candidate_us for each in timings]) if best else None,
+        missing_baselines=best.missing_baselines if best else (),
         points=tuple(
             ",".join(f"{name}={size}" for name, size in each.axes.items()) for each in timings
         ),
@@ -168,6 +171,19 @@ def mean_of(values: Sequence[float]) -> Estimated:
     known = math.isfinite(half)
     return Estimated(
         value=mean, low=mean - half if known else None, high=mean + half if known else None
+    )
+
+
+def median_of(values: Sequence[float]) -> Estimated:
+    """The median, with the interval between order statistics that no distribution is assumed of."""
+    ordered, count = sorted(values), len(values)
+    below = [math.comb(count, each) / 2**count for each in range(count + 1)]
+    rank = next(each for each in range(count + 1) if math.fsum(below[: each + 1]) > 0.025)
+    known = 0 < rank <= count - rank + 1
+    return Estimated(
+        value=statistics.median(ordered),
+        low=ordered[rank - 1] if known else None,
+        high=ordered[count - rank] if known else None,
     )
 
 
