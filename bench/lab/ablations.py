@@ -25,7 +25,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from patcher.bench import Language, PatcherError, Record, UsageError, WaitingError, load_op
-from patcher.bench.lab.loop_runs import Estimated, LoopRow, geomean_of, loop_row
+from patcher.bench.lab.loop_runs import Estimated, LoopRow, geomean_of, loop_row, mean_known
 from patcher.plan import RunPlan
 from patcher.runs.run import Run
 from patcher.settings import OFF, resolve
@@ -36,7 +36,7 @@ PLAN, TABLE, FIGURES = "ablations.json", "ablations.md", "table.json"
 
 
 @dataclass(frozen=True)
-class Variant:
+class AblationVariant:
     """What differs from `BASE`."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -46,13 +46,13 @@ class Variant:
 
 
 VARIANTS = {
-    BASE: Variant(),
-    "no analyst": Variant({"analyst": OFF}),
-    "no diagnoser": Variant({"diagnoser": OFF}),
-    "no counters": Variant(counters=False),
-    "no memory": Variant(memory=False),
-    "beam": Variant(strategy="beam"),
-    "evolve": Variant(strategy="evolve"),
+    BASE: AblationVariant(),
+    "no analyst": AblationVariant({"analyst": OFF}),
+    "no diagnoser": AblationVariant({"diagnoser": OFF}),
+    "no counters": AblationVariant(counters=False),
+    "no memory": AblationVariant(memory=False),
+    "beam": AblationVariant(strategy="beam"),
+    "evolve": AblationVariant(strategy="evolve"),
 }
 
 
@@ -96,7 +96,7 @@ class AblationRow(Record):
 
 
 Cell = tuple[str, int, str]
-"""Variant, seed, op."""
+"""AblationVariant, seed, op."""
 
 
 def cells(plan: AblationPlan) -> Iterator[Cell]:
@@ -234,14 +234,10 @@ def _row(
         against=geomean_of(ratios, [op for op, _, _ in sides]) if sides and name != BASE else None,
         only_here=sum(here and not base for here, base in right),
         only_base=sum(base and not here for here, base in right),
-        tokens=_mean([each.tokens for each in own]),
-        usd=_mean([each.usd for each in own]),
-        judge_s=_mean([each.judge_s for each in own]),
+        tokens=mean_known(each.tokens for each in own),
+        usd=mean_known(each.usd for each in own),
+        judge_s=mean_known(each.judge_s for each in own),
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def table(plan: AblationPlan, rows: Sequence[AblationRow]) -> str:

@@ -15,6 +15,7 @@ from patcher.bench.lab.loop_runs import (
     LoopRow,
     geomean_of,
     loop_row,
+    mean_known,
     mean_of,
     median_of,
     runs_below,
@@ -133,10 +134,10 @@ def column(precision: str, rows: Sequence[LoopRow]) -> ColumnFigures:
         }
         if ended
         else {},
-        tokens=_mean(row.tokens for row in ended),
-        judge_s=_mean(row.judge_s for row in ended),
-        gpu_s=_mean(row.gpu_s for row in ended),
-        usd=_mean(row.usd for row in ended),
+        tokens=mean_known(row.tokens for row in ended),
+        judge_s=mean_known(row.judge_s for row in ended),
+        gpu_s=mean_known(row.gpu_s for row in ended),
+        usd=mean_known(row.usd for row in ended),
     )
 
 
@@ -233,8 +234,3 @@ def build_table(folder: Path, problems: Path | None, kept: Path) -> KernelBenchT
         checked=tuple(check_all(found, problems, kept)) if problems else (),
         passed_over=tuple(others),
     )
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from patcher.agent import recorded_stop
+from patcher.attempts import Attempt
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.bench.judge.evaluation import geomean
 from patcher.bench.stats.intervals import half_width
@@ -52,8 +53,8 @@ class LoopRow(Record):
     """Those that did not run there: the faster one may be among them."""
     points: tuple[str, ...] = ()
     device: str | None = None
-    tokens: int
-    """The most that they can have been."""
+    tokens: int | None
+    """The most that they can have been; of a recording, what it says; None: nobody counted."""
     usd: float
     judge_s: float
     gpu_s: float
@@ -121,11 +122,17 @@ def loop_row(run: Run) -> LoopRow | None:
             ",".join(f"{name}={size}" for name, size in each.axes.items()) for each in timings
         ),
         device=best.environment.device if best and best.environment else None,
-        tokens=spent.tokens,
+        tokens=spent.tokens or _said(found),
         usd=spent.usd,
         judge_s=sum(one.total_s or 0.0 for one in judged.values()),
         gpu_s=spent.gpu_s,
     )
+
+
+def _said(found: Sequence[Attempt]) -> int | None:
+    counts = [(each.usage.input_tokens, each.usage.output_tokens) for each in found]
+    known = [each for pair in counts for each in pair if each is not None]
+    return sum(known) if known else None
 
 
 def runs_below(folder: Path) -> Iterator[Run]:
@@ -172,6 +179,12 @@ def mean_of(values: Sequence[float]) -> Estimated:
     return Estimated(
         value=mean, low=mean - half if known else None, high=mean + half if known else None
     )
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known; None of nothing."""
+    known = [each for each in values if each is not None]
+    return statistics.fmean(known) if known else None
 
 
 def median_of(values: Sequence[float]) -> Estimated:

@@ -13,10 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from patcher.bench import Candidate, PatcherError, Record, UsageError
 from patcher.bench.toolchains import build
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.kernelbench.model_new import model_new, record_of, source_text
+from patcher.judges.languages import device_kind
 
 CHECK_S = 600.0
 SCRIPT = """import json, runpy, sys
@@ -72,6 +75,9 @@ def own_check(candidate: Candidate, problem: Path) -> OwnCheck:
 
 def _checked(candidate: Candidate, problem: Path) -> OwnCheck:
     contract, record = record_of(candidate.op)
+    device = device_kind(candidate.language)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UsageError(f"a {candidate.language} kernel needs a GPU", "check it where it ran")
     with tempfile.TemporaryDirectory(prefix="patcher-own-check-") as scratch:
         work = Path(scratch)
         file = work / problem.name
@@ -86,7 +92,6 @@ def _checked(candidate: Candidate, problem: Path) -> OwnCheck:
         answer = model_new(candidate, file, binding)
         (work / "answer.py").write_text(answer, encoding="utf-8")
         (work / "check.py").write_text(SCRIPT, encoding="utf-8")
-        device = "cpu" if candidate.language.traits.device == "cpu" else "cuda"
         program = [sys.executable, "-P", "check.py", file.name, device]
         code, log = run_compiler(program, work, CHECK_S, device=device)
         told = work / "verdict.json"
