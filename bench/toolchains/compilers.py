@@ -101,9 +101,14 @@ def run_compiler(
     folder: Path,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    *,
+    device: str = "cpu",
 ) -> tuple[int, str]:
     """Run a compiler that can access only a folder of its own: no network, no GPU, no user files,
     no inherited environment. It is killed with its children.
+
+    Args:
+        device: `cuda` lets it use the GPU, for a program that runs a stranger's kernel.
     """
     # imported late: the sandbox hides the project, and so knows its packages
     from patcher.bench.sandbox import policy as sandbox
@@ -111,7 +116,10 @@ def run_compiler(
     if timeout_s is None:
         timeout_s = float(os.environ.get("PATCHER_BUILD_TIMEOUT_S", BUILD_TIMEOUT_S))
     also = [cache_root() / "pch", *(_prefix(name) for name in (command[0], "g++"))]
-    policy = sandbox.build_policy(folder, also=[path for path in also if path.is_dir()])
+    also = [path for path in also if path.is_dir()]
+    policy = sandbox.build_policy(folder, also=also)
+    if device != "cpu":
+        policy = sandbox.runner_policy(folder, device=device, also=also)
     process = subprocess.Popen(
         sandbox.command(policy, *command),
         cwd=folder,

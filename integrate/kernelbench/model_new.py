@@ -99,6 +99,16 @@ _patcher_kernel = _load_inline(
     extra_cuda_cflags=["-O3"],
 )
 """
+LOADED = {
+    "tvm-ffi": 'import tvm_ffi\n\n_patcher_kernel = tvm_ffi.load_module("./kernel.so")',
+    "torch": """import importlib.machinery, importlib.util
+import torch
+
+_loader = importlib.machinery.ExtensionFileLoader("candidate", "./kernel.so")
+_spec = importlib.util.spec_from_file_location("candidate", "./kernel.so", loader=_loader)
+_patcher_kernel = importlib.util.module_from_spec(_spec)
+_loader.exec_module(_patcher_kernel)""",
+}
 
 
 class ModelNewFile(Record):
@@ -198,7 +208,7 @@ def candidate_of(op: str, text: str) -> Candidate:
     return Candidate(op=op, language=language, source=text.rstrip("\n") + "\n" + entry)
 
 
-def model_new(candidate: Candidate, problem: Path) -> str:
+def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -> str:
     """A candidate of an imported op as a `ModelNew` file.
 
     It holds the problem's own text, so that its parameters are drawn as `Model` draws them.
@@ -206,6 +216,8 @@ def model_new(candidate: Candidate, problem: Path) -> str:
     Args:
         candidate: in PyTorch, Triton, or C++ or CUDA C++ that includes PyTorch's headers.
         problem: the file that the op was imported from.
+        binding: of a build of the candidate (`Built.binding`), which the text loads from
+            `./kernel.so` in place of its source: for a check on this machine.
 
     Raises:
         UsageError: the language has no form there, or the problem is another file.
@@ -218,7 +230,9 @@ def model_new(candidate: Candidate, problem: Path) -> str:
             "give that file with --problem",
         )
     call, source = candidate.op, candidate.source
-    if candidate.language in (Language.CPP, Language.CUDA):
+    if binding in LOADED:
+        source, call = LOADED[binding], f"_patcher_kernel.{candidate.op}"
+    elif candidate.language in (Language.CPP, Language.CUDA):
         if not binds_with_torch(candidate.source):
             raise UsageError(
                 "KernelBench builds C++ and CUDA with PyTorch's headers, and this source has none",

@@ -107,6 +107,10 @@ class Agents:
             self._room[role] = min(2 * call.request.max_tokens, TOKENS_CEILING)
         return call.reply
 
+    def answered(self) -> bool:
+        """Send what was asked for a batch; see `ModelClient.answered`."""
+        return self._client.answered()
+
     def recommend(self, iteration: int, prompt: str) -> Advice:
         """The analyst's one recommendation."""
         if "analyse" not in self._models:

@@ -53,6 +53,10 @@ class Generator:
         self._extra = extra
         self._tell = tell
 
+    def answered(self) -> bool:
+        """Send what waits for a batch. True: answers have come, so generate the round again."""
+        return self._agents.answered()
+
     def generate(self, iteration: int, ask: CandidateRequest) -> GeneratedSource:
         """The source that this request gives.
 

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from patcher.agent.agents import AdaptPrompt, Agents
 from patcher.agent.evaluation import Evaluator, PendingWaits, PrepareRound
 from patcher.agent.generation import ExtraText, GeneratedSource, Generator
+from patcher.agent.progress import ProgressReporter
 from patcher.agent.stopping import StopRules, reason_to_stop, recorded_stop, stop_steps
 from patcher.attempts import (
     Attempt,
     KnownKernel,
     LoopResult,
-    Phase,
     Progress,
     ReplyFailure,
-    Stage,
     Stopped,
 )
 from patcher.attempts.history import (
@@ -116,7 +115,7 @@ def run_loop(
     models: dict[Role, Model] = {"generate": model}
     advisers: dict[Role, Model] = {"analyse": analyst or model, "diagnose": diagnoser or model}
     models |= {role: each for role, each in advisers.items() if role not in without}
-    tell = _ProgressReporter(op.name, iterations, budget, on_event)
+    tell = ProgressReporter(op.name, iterations, budget, on_event)
     history = LoopHistory()
     agents = Agents(run, prompts, models, ModelClient(budget, say=say), adapt, pictures)
     meter = JudgeMeter(budget, on_gpu=judge_on_gpu)
@@ -140,32 +139,6 @@ def run_loop(
 
 
 @dataclass(frozen=True)
-class _ProgressReporter:
-    """Tells a listener how the loop goes."""
-
-    op: str
-    iterations: int
-    budget: Budget
-    on_event: Callable[[Progress], None] | None
-
-    def __call__(
-        self, iteration: int, stage: Stage, phase: Phase, attempt: Attempt | None = None
-    ) -> None:
-        if self.on_event:
-            self.on_event(
-                Progress(
-                    op=self.op,
-                    iteration=iteration,
-                    iterations=self.iterations,
-                    stage=stage,
-                    phase=phase,
-                    attempt=attempt,
-                    ledger=self.budget.account.ledger if attempt else None,
-                )
-            )
-
-
-@dataclass(frozen=True)
 class _Loop:
     run: Run
     op: Op
@@ -177,7 +150,7 @@ class _Loop:
     rules: StopRules
     iterations: int
     score: ScoreFunction | None
-    tell: _ProgressReporter
+    tell: ProgressReporter
     final: bool
 
     def work(self) -> Stopped:
@@ -251,19 +224,7 @@ class _Loop:
 
     def _round(self, number: int, asks: Sequence[CandidateRequest]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
-        waits, generated = PendingWaits(), list[GeneratedSource]()
-        spent: BudgetError | None = None
-        stopped = self._recorded_stop()
-        for iteration, ask in enumerate(asks, len(self.history.results)):
-            if stopped and iteration >= stopped.iterations:
-                break  # it ended in the midst of this round
-            try:
-                with waits.collect():
-                    generated.append(self.generator.generate(iteration, ask))
-            except BudgetError as error:
-                spent = error  # what is paid for is judged all the same
-                break
-        waits.settle()
+        generated, spent = self._generate(asks)
         candidates = {}
         for one in generated:
             if isinstance(one.source, str):
@@ -277,6 +238,31 @@ class _Loop:
             self._done(number, one, candidates.get(one.iteration), verdict)
         if spent := spent or evaluations.spent:
             raise spent
+
+    def _generate(
+        self, asks: Sequence[CandidateRequest]
+    ) -> tuple[list[GeneratedSource], BudgetError | None]:
+        """What was asked for, and why the last ones were not. What goes out in a batch goes out
+        together: the advice of a round, then its questions for a source.
+
+        Raises:
+            WaitingError: something has not been answered.
+        """
+        stopped = self._recorded_stop()
+        while True:
+            waits, generated, spent = PendingWaits(), list[GeneratedSource](), None
+            for iteration, ask in enumerate(asks, len(self.history.results)):
+                if stopped and iteration >= stopped.iterations:
+                    break  # it ended in the midst of this round
+                try:
+                    with waits.collect():
+                        generated.append(self.generator.generate(iteration, ask))
+                except BudgetError as error:
+                    spent = error  # what is paid for is judged all the same
+                    break
+            if not waits.errors or not self.generator.answered():
+                waits.settle()
+                return generated, spent
 
     def _candidate(self, iteration: int, source: str) -> Candidate:
         candidate = Candidate(op=self.op.name, language=self.language, source=source)

@@ -157,8 +157,11 @@ class ModelCall(Record):
     reply: Reply
 
 
-Trouble = Literal["rate_limit", "overloaded", "server", "timeout", "network", "broken"]
-"""How a call failed: `broken` is a reply that could not be read to its end."""
+Trouble = Literal[
+    "rate_limit", "overloaded", "server", "timeout", "network", "broken", "refused", "expired"
+]
+"""How a call failed: `broken` is a reply that could not be read to its end, `refused` and `expired`
+are questions of a batch that asked for more than the server has, or came too late."""
 
 
 class ModelError(PatcherError):

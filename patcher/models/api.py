@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request, Usage
@@ -18,6 +18,9 @@ from patcher.models.gate import Cleaner, Counts, Draft, inside, reply_of
 from patcher.models.limits import CHARACTERS_PER_TOKEN, LEAST_ROOM, NamedLimit, named_limit
 from patcher.models.registry import ModelEntry
 from patcher.models.wire import UNREADABLE, Bounds, GateError, TooLong, bounded, events
+
+if TYPE_CHECKING:
+    from patcher.models.batch_endpoint import BatchEndpoint
 
 QUIET_S = 300.0
 """A server silent for so long is given up; a model that thinks may be silent for a while."""
@@ -137,17 +140,80 @@ class ApiModel(ABC):
             except self._sdk.APIStatusError as error:
                 if words_of(error.body) & FILTERED:
                     return self._refusal(request)
-                if error.status_code == 400 and self._no_schema(request, message_of(error.body)):
-                    self._structured = False  # an older model; nothing was billed for that
-                    continue
-                named = named_limit(message_of(error.body), self._room(request))
-                if error.status_code != 400 or named is None:
+                said = message_of(error.body)
+                if error.status_code != 400 or not self._asked_too_much(request, said):
                     raise self._told(error) from None
-                self.named, self.max_output_tokens = named, named.room
         try:
             return self._once(request)
         except self._sdk.APIStatusError as error:
             raise self._told(error) from None
+
+    @abstractmethod
+    def batch_endpoint(self) -> BatchEndpoint:
+        """Where its server takes many questions at once."""
+
+    def values(
+        self,
+        opened: AbstractContextManager[Any],
+        read: Callable[[Iterable[bytes]], Iterator[object]],
+        bounds: Bounds,
+    ) -> Iterator[object]:
+        """What the server answers on a batch, as values of JSON.
+
+        Args:
+            opened: the SDK's response, whose body was not read yet.
+            read: makes values of its bytes.
+
+        Raises:
+            PatcherError: as `ask`;
+        """
+        draft, self._bounds = Draft(self.name), bounds
+        try:
+            with opened as response:
+                draft.started = True
+                yield from read(response.iter_bytes())
+                if getattr(response.http_response.stream, "cut", False):
+                    yield TooLong(bounds.bytes)
+        except self._sdk.APIStatusError as error:
+            if error.status_code == 404:
+                raise self._faults.no_batch(error.body) from None
+            raise self._told(error) from None
+        except GateError as error:
+            raise self._faults.refused(error, draft) from None
+        except PatcherError:
+            raise
+        except Exception as error:  # as in `_once`
+            raise self._faults.lost(error, draft) from None
+
+    def reply_in_batch(self, request: Request, status: int | None, body: object) -> Reply:
+        """The reply to one question of a batch.
+
+        Args:
+            status: HTTP's, where the server says it of this question.
+            body: a whole reply, or an error.
+
+        Raises:
+            ModelError: another try may help; and whatever else `ask` raises.
+        """
+        draft = Draft(self.name, started=True)
+        if not inside(body, "error"):
+            self._take(iter((body,)), draft)
+            return self._record(request, draft)
+        if words_of(body) & FILTERED:
+            return self._refusal(request)
+        if self._asked_too_much(request, message_of(body)):
+            raise ModelError("the server takes less than was asked for", trouble="refused")
+        raise self._faults.told(status, body, {})
+
+    def _asked_too_much(self, request: Request, message: str) -> bool:
+        """Whether a server refuses a schema or names a limit; the next question keeps to it."""
+        if self._no_schema(request, message):
+            self._structured = False  # an older model; nothing was billed for that
+            return True
+        named = named_limit(message, self._room(request))
+        if named is not None:
+            self.named, self.max_output_tokens = named, named.room
+        return named is not None
 
     def _schema(self, request: Request) -> dict[str, Any] | None:
         """What the server is asked to hold the reply to."""

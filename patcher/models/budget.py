@@ -10,6 +10,7 @@ from patcher.models.ceilings import (
     RESERVED,
     SPENT,
     UNKNOWN,
+    WAITING,
     Account,
     Amount,
     Resource,
@@ -65,20 +66,26 @@ class Budget:
                 limit = min(left, longest_s if limit is None else limit)
         return limit
 
-    def reserve(self, step: str, worst: Amount) -> None:
-        """Note the worst case of what is about to begin.
+    def reserve(self, step: str, worst: Amount, **more: str) -> None:
+        """Note the worst case of what is about to begin; what `waits` has it already.
+
+        Args:
+            more: what else is to be noted.
 
         Raises:
             BudgetError: it could cross the ceiling on money or tokens.
         """
-        used = self.account.committed
+        account = self.account
+        if step in account.waiting:
+            return
+        used = account.committed
         # Time is what `time_limit` found to be left: adding it up again may round over a ceiling.
         for name in ("usd", "tokens"):
-            more, ceiling = getattr(worst, name), self.ceilings.of(name)
-            if more and ceiling is not None and getattr(used, name) + more > ceiling:
-                raise self._crossed(name, "the next call", more)
+            needed, ceiling = getattr(worst, name), self.ceilings.of(name)
+            if needed and ceiling is not None and getattr(used, name) + needed > ceiling:
+                raise self._crossed(name, "the next call", needed)
         if worst != Amount():
-            self.run.note(step, **worst.noted(RESERVED))
+            self.run.note(step, **worst.noted(RESERVED), **more)
 
     def spend(
         self, step: str, spent: Amount, unknown: Amount | None = None, **more: str | int
@@ -91,6 +98,11 @@ class Budget:
         """
         part = {} if unknown is None else unknown.noted(UNKNOWN)
         self.run.note(step, **spent.noted(SPENT), **part, **more)
+
+    def waits(self, step: str) -> None:
+        """Note that the answer comes later, from outside: what is reserved stays so."""
+        if self.reserved(step) is not None:
+            self.run.note(step, **{WAITING: True})
 
     def spend_time(self, step: str, what: str, seconds: float) -> None:
         """Note time that is about to pass.

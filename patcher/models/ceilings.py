@@ -21,6 +21,8 @@ UNKNOWN = "unknown"
 """Notes in the journal under the step that uses something: `reserved_usd`, `spent_usd`,
 `spent_wall_s`, ... The one on money is always there. `unknown_usd` and `unknown_tokens` are the
 part of what is booked as spent of which nobody knows whether it was."""
+WAITING = "waiting"
+"""The note on a call whose answer comes later, from outside."""
 RAISED = "ceilings"
 """The subject of the note by which `patcher resume` gives a run more."""
 
@@ -117,6 +119,8 @@ class Account(Record):
     reserved: dict[str, Amount] = Field(default_factory=dict)
     """The worst case of what has no known end, by step; after a kill it stays counted."""
     calls: tuple[CallCounts, ...] = ()
+    waiting: frozenset[str] = frozenset()
+    """Of the reserved steps those whose answers come later, from outside."""
 
     @property
     def set_aside(self) -> Amount:
@@ -221,16 +225,20 @@ def account(events: Iterable[Event]) -> Account:
     used, unknown = Amount(), Amount()
     reserved: dict[str, Amount] = {}
     calls: list[CallCounts] = []
+    waiting: set[str] = set()
     for event in events:
         if event.kind != "note":
             continue
         data = event.data
-        if f"{RESERVED}_usd" in data:
+        if WAITING in data:
+            waiting.add(event.step)
+        elif f"{RESERVED}_usd" in data:
             # that one was killed before its end, which nobody will ever know
             unknown += reserved.pop(event.step, Amount())
             reserved[event.step] = Amount.of_note(RESERVED, data)
         elif f"{SPENT}_usd" in data:
             reserved.pop(event.step, None)
+            waiting.discard(event.step)
             spent, part = Amount.of_note(SPENT, data), Amount.of_note(UNKNOWN, data)
             if "trouble" in data and f"{UNKNOWN}_usd" not in data:  # as earlier versions noted it
                 part = Amount(usd=spent.usd, tokens=spent.tokens)
@@ -239,4 +247,10 @@ def account(events: Iterable[Event]) -> Account:
             if "input_tokens" in data or "model" in data:
                 known = {name: data[name] for name in CallCounts.model_fields if name in data}
                 calls.append(CallCounts.model_validate(known))
-    return Account(used=used, unknown=unknown, reserved=reserved, calls=tuple(calls))
+    return Account(
+        used=used,
+        unknown=unknown,
+        reserved=reserved,
+        calls=tuple(calls),
+        waiting=frozenset(waiting),
+    )

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from patcher.bench import PatcherError, UsageError
+from patcher.bench import PatcherError, UsageError, WaitingError
 from patcher.models import (
     TOKENS_CEILING,
     Model,
@@ -18,6 +18,7 @@ from patcher.models import (
     Trouble,
 )
 from patcher.models.api import ApiModel
+from patcher.models.batch import Batches
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
 from patcher.models.limits import LimitsFile
@@ -60,6 +61,7 @@ class ModelClient:
         self._say = say
         self._recalled: list[ApiModel] = []
         """Those whose limits were looked up."""
+        self._batches = Batches(budget, self._worst_in_batch, self._clock, self._tell)
 
     def ask(self, model: Model, request: Request) -> ModelCall:
         """Ask as a step of the run. The question and the answer are stored as they were. A reply
@@ -71,6 +73,7 @@ class ModelClient:
             The last question and its reply, with the usage of all replies.
 
         Raises:
+            WaitingError: the answer comes later; of a batch, after `answered` sent it.
             BudgetError: the call could cross a ceiling, or the provider's account is empty.
             UsageError: a ceiling is set on money and the model's price is unknown.
             ModelError: it went on failing; and whatever else `model.ask` raises.
@@ -81,6 +84,11 @@ class ModelClient:
             asked = self._step(model, again)
             usage += asked.reply.usage
         return asked.model_copy(update={"reply": asked.reply.model_copy(update={"usage": usage})})
+
+    def answered(self) -> bool:
+        """Send together what was asked for a batch, and wait as long as the models' entries say.
+        Returns whether answers have come, so that the same questions are to be asked again."""
+        return self._batches.answered()
 
     def _step(self, model: Model, request: Request) -> ModelCall:
         """One question; what it took is settled once the reply is safe on the disk: a kill before
@@ -129,6 +137,8 @@ class ModelClient:
 
     def _tries(self, model: Model, request: Request) -> tuple[Reply, float]:
         """The reply, and the seconds that the try took which gave it."""
+        if isinstance(model, ApiModel) and (model.entry.batch or self._batches.holds(request.step)):
+            return self._in_batch(model, request), 0.0
         failed: Counter[Trouble] = Counter()
         while True:
             try:
@@ -142,12 +152,26 @@ class ModelClient:
             self._budget.spend_time(request.step, "the pause before the next try", pause)
             self._clock.sleep(pause)
 
+    def _in_batch(self, model: ApiModel, request: Request) -> Reply:
+        self._recall(model)
+        before = model.max_output_tokens
+        try:
+            return self._batches.reply(model, request)
+        finally:
+            self._remember(model, before)
+
+    def _worst_in_batch(self, model: ApiModel, request: Request) -> Amount:
+        return Amount(usd=self._worst_usd(model, request), tokens=model.worst_tokens(request))
+
     def _try(self, model: Model, request: Request) -> tuple[Reply, float]:
         limit = self._reserve(model, request)
         before = model.max_output_tokens if isinstance(model, ApiModel) else None
         begun_s = self._clock.now()
         try:
             reply = self._asked(model, request, limit)
+        except WaitingError:
+            self._budget.waits(request.step)
+            raise
         except BaseException as error:
             worst = self._budget.reserved(request.step)
             if worst is not None:
@@ -238,20 +262,23 @@ class ModelClient:
         """Reserve the worst case of one try; returns the seconds that it may take."""
         if isinstance(model, ApiModel):
             self._recall(model)
+        usd = self._worst_usd(model, request)
+        if not isinstance(model, ApiModel):  # a file or a recording: no tokens, no time
+            self._budget.reserve(request.step, Amount(usd=usd))
+            return None
+        limit = self._budget.time_limit("a call", CALL_LIMIT_S, ("wall_s",))
+        worst = Amount(usd=usd, tokens=model.worst_tokens(request), wall_s=limit or 0.0)
+        self._budget.reserve(request.step, worst)
+        return limit
+
+    def _worst_usd(self, model: Model, request: Request) -> float:
         usd = model.worst_cost_usd(request)
         if usd is None and self._budget.ceilings.usd is not None:
             raise UsageError(
                 f"no price is known for {model.name}, so a budget in dollars cannot be enforced",
                 "give its prices in [models.NAME] of patcher.toml, or run without --budget-usd",
             )
-        if not isinstance(model, ApiModel):  # a file or a recording: no tokens, no time
-            self._budget.reserve(request.step, Amount(usd=usd or 0.0))
-            return None
-        limit = self._budget.time_limit("a call", CALL_LIMIT_S, ("wall_s",))
-        tokens = model.worst_tokens(request)
-        worst = Amount(usd=usd or 0.0, tokens=tokens, wall_s=limit or 0.0)
-        self._budget.reserve(request.step, worst)
-        return limit
+        return usd or 0.0
 
 
 def _dollars(model: Model, reply: Reply, worst: Amount) -> tuple[float, float]:

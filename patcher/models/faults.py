@@ -98,6 +98,15 @@ class Faults:
             f"set {self.entry.address_setting} to the address of an API; {_RESUME}",
         )
 
+    def no_batch(self, body: object) -> UsageError:
+        """HTTP 404 to a question about batches."""
+        said = self.clean.line(message_of(body), MESSAGE_LIMIT) or "HTTP 404"
+        return UsageError(
+            f"the {self.entry.provider} server has no such batch, or no batches at all: {said}",
+            f"check the key and {self.entry.address_setting}, or drop batch from [models.NAME]; "
+            f"{_RESUME}",
+        )
+
     def late(self, seconds: float) -> ModelError:
         """The whole call took too long, although the server was never silent for long."""
         return ModelError(

@@ -4,16 +4,20 @@ that speaks the same protocol (vLLM, SGLang, llama.cpp, Ollama, TensorRT-LLM, ga
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
 
-from patcher.models import Reply, Request
+from patcher.models import ModelError, Reply, Request
 from patcher.models.api import QUIET_S, ApiModel
+from patcher.models.batch_endpoint import BatchEndpoint, BatchLine, BatchState, IsOurs
 from patcher.models.gate import Draft, inside
 from patcher.models.registry import ModelEntry
+from patcher.models.wire import json_lines
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
@@ -63,22 +67,32 @@ class OpenAIModel(ApiModel):
             self._room_name = _NEW if self._room_name == _OLD else _OLD
             return super()._once(request)
 
-    def _open(self, request: Request) -> AbstractContextManager[Any]:
+    def batch_endpoint(self) -> BatchEndpoint:
+        return OpenAIBatches(self, self._client)
+
+    def fields(self, request: Request) -> dict[str, Any]:
+        """Of one question, as Chat Completions take it."""
         more: dict[str, Any] = {self._room_name: self._room(request)}
-        streamed = self.entry.stream is not False
-        more["stream"] = streamed
-        if streamed:
-            more["stream_options"] = {"include_usage": True}
         if self.entry.effort:
             more["reasoning_effort"] = self.entry.effort
         if schema := self._schema(request):
             form = {"name": request.role, "schema": schema, "strict": True}
             more["response_format"] = {"type": "json_schema", "json_schema": form}
+        return {"model": self.name, "messages": self._messages(request), **more}
+
+    def reply_in_batch(self, request: Request, status: int | None, body: object) -> Reply:
+        code, param = (inside(body, "error", name) for name in ("code", "param"))
+        if code == "unsupported_parameter" and param == self._room_name:
+            self._room_name = _NEW if self._room_name == _OLD else _OLD
+            raise ModelError("the server calls the room otherwise", trouble="refused")
+        return super().reply_in_batch(request, status, body)
+
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
+        more: dict[str, Any] = {"stream": self.entry.stream is not False}
+        if more["stream"]:
+            more["stream_options"] = {"include_usage": True}
         return self._client.chat.completions.with_streaming_response.create(
-            model=self.name,
-            messages=self._messages(request),
-            extra_body=self.entry.sampling or None,
-            **more,
+            extra_body=self.entry.sampling or None, **self.fields(request), **more
         )
 
     def _hear(self, event: dict[str, Any], draft: Draft) -> None:
@@ -115,3 +129,79 @@ class OpenAIModel(ApiModel):
             {"role": "system", "content": request.system},
             {"role": "user", "content": parts if request.images else request.prompt},
         ]
+
+
+class OpenAIBatches(BatchEndpoint):
+    """Batches of a file of Chat Completions."""
+
+    def __init__(self, model: OpenAIModel, client: openai.OpenAI) -> None:
+        super().__init__(model)
+        self._asked = model
+        self._batches = client.batches.with_streaming_response
+        self._files = client.files.with_streaming_response
+
+    def create(self, tag: str, asked: Mapping[str, Request]) -> str:
+        lines = [
+            {
+                "custom_id": name,
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {**self._asked.fields(each), **self._asked.entry.sampling},
+            }
+            for name, each in asked.items()
+        ]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = (f"{tag}.jsonl", content, "application/jsonl")
+        sent = self.document(self._files.create(file=file, purpose="batch"))
+        return self.name_of(
+            self.document(
+                self._batches.create(
+                    input_file_id=self.name_of(sent),
+                    endpoint="/v1/chat/completions",
+                    completion_window="24h",
+                    metadata={"patcher": tag},
+                )
+            )
+        )
+
+    def look(self, batch: str) -> BatchState:
+        found = self.document(self._batches.retrieve(batch))
+        status = found.get("status")
+        if status == "failed":
+            faults = inside(found, "errors", "data")
+            first = faults[0] if isinstance(faults, list) and faults else None
+            return BatchState(ended=True, refused={"error": first or {"message": "no reason"}})
+        files = [found.get(name) for name in ("output_file_id", "error_file_id")]
+        return BatchState(
+            ended=status in ("completed", "expired", "cancelled"),
+            gone={"expired": "expired", "cancelled": "canceled"}.get(str(status), ""),
+            files=tuple(self.name_of({"id": each}) for each in files if each),
+        )
+
+    def results(self, batch: str, state: BatchState, most: int) -> Iterator[Iterator[object]]:
+        for file in state.files:
+            yield self.model.values(self._files.content(file), json_lines, self.bounds(most))
+
+    def line(self, value: dict[str, Any]) -> BatchLine:
+        answered = value.get("response")
+        status, body = inside(answered, "status_code"), inside(answered, "body")
+        if error := value.get("error"):
+            body = {"error": error}
+        code = inside(error, "code")
+        return BatchLine(
+            custom_id=value.get("custom_id"),
+            status=status if type(status) is int else None,
+            body=body,
+            gone={"batch_expired": "expired", "batch_cancelled": "canceled"}.get(str(code), ""),
+        )
+
+    def find(self, tag: str, count: int, since_s: float, is_ours: IsOurs) -> str | None:
+        for each in self.listed("after", self._batches.list, self._created_s, since_s):
+            if inside(each, "metadata", "patcher") == tag:
+                return self.name_of(each)
+        return None
+
+    @staticmethod
+    def _created_s(batch: dict[str, Any]) -> float | None:
+        said = batch.get("created_at")
+        return float(said) if type(said) is int else None

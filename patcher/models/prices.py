@@ -37,6 +37,13 @@ class Price(Record):
     long_input: float | None = None
     long_output: float | None = None
 
+    def times(self, share: float) -> Price:
+        """All of it at this share."""
+        known = self.model_dump(include={"input", "output", "long_input", "long_output"})
+        return self.model_copy(
+            update={name: each * share for name, each in known.items() if each is not None}
+        )
+
     def cost_usd(
         self, input_tokens: int, output_tokens: int, *, read: int = 0, written: int = 0
     ) -> float:
@@ -59,6 +66,8 @@ class Prices(Record):
     """The model that is used when none is named."""
     looked_at: date
     """When the list prices were looked up."""
+    batch: float
+    """Share of the list price that a call in a batch costs."""
     caches: dict[str, CacheShares]
     """By the beginning of models' names."""
     models: dict[str, Price]

@@ -83,6 +83,12 @@ class ModelEntry(Record):
     """Whether a server of the Messages API is asked to keep what all prompts begin with for five
     minutes; None is yes for the provider's own server. Others keep it by themselves, or not."""
 
+    batch: bool = False
+    """Whether questions go to its server's batch endpoint: at half the list price, with answers
+    within 24 hours. Prices of the entry's own stand as they are given."""
+    batch_wait_minutes: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """How long a run waits for a batch before it ends, to be resumed."""
+
     @field_validator("base_url")
     @classmethod
     def _plain_address(cls, value: str | None) -> str | None:
@@ -176,14 +182,17 @@ class ModelEntry(Record):
         """What it costs where this model answers."""
         if self.input_usd_per_mtok is not None and self.output_usd_per_mtok is not None:
             return Price(input=self.input_usd_per_mtok, output=self.output_usd_per_mtok)
-        return None if self.base_url else price(model)
+        known = None if self.base_url else price(model)
+        return known.times(prices().batch) if known and self.batch else known
 
     @property
     def price_source(self) -> str:
         """Where its price is from."""
         if self.input_usd_per_mtok is not None:
             return "patcher.toml"
-        return "list price" if self.price else "no price"
+        if self.price is None:
+            return "no price"
+        return "list price of batches" if self.batch else "list price"
 
 
 def entry_of(spec: str, registry: Mapping[str, ModelEntry]) -> ModelEntry | None:

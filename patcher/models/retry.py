@@ -26,6 +26,8 @@ TRIES: dict[Trouble, tuple[int, float]] = {
     "network": (4, 1.0),
     "timeout": (2, 1.0),
     "broken": (3, 1.0),
+    "refused": (3, 1.0),
+    "expired": (3, 1.0),
 }
 """By kind of failure: how often one question is asked at most, and the first pause in seconds.
 What may have been billed is asked less often."""

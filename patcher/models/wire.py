@@ -203,6 +203,14 @@ def events(chunks: Iterable[bytes]) -> Iterator[object]:
             yield value
 
 
+def json_lines(chunks: Iterable[bytes]) -> Iterator[object]:
+    """The values of a file of JSON lines, with `TooLong` and `UNREADABLE` as in `events`."""
+    for line in _lines(chunks):
+        value = _value(line, len(line)) if isinstance(line, bytes) else line
+        if value is not _NOTHING:
+            yield UNREADABLE if value is _END else value
+
+
 def _document(head: bytes, pieces: Iterator[bytes]) -> object:
     held, size = [head], len(head)
     for piece in pieces:

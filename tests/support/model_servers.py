@@ -20,6 +20,7 @@ import anthropic
 from patcher.models import Reply, Request, Usage
 from patcher.models.anthropic import AnthropicModel
 from patcher.models.api import ApiModel
+from patcher.models.batch_endpoint import BatchEndpoint
 from patcher.models.gate import Draft
 from patcher.models.openai import OpenAIModel
 from patcher.models.registry import ModelEntry
@@ -278,6 +279,9 @@ class ModelDouble(ApiModel):
         raise NotImplementedError
 
     def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        raise NotImplementedError
+
+    def batch_endpoint(self) -> BatchEndpoint:
         raise NotImplementedError
 
     def reply(self, request: Request, stop: str, tokens: tuple[int, int] | None) -> Reply:

@@ -1,0 +1,278 @@
+"""The table of a public benchmark, over runs of small imported problems with recorded replies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from agent_sample import recording, verdict
+from command_line import patcher as command
+
+from patcher import pipeline
+from patcher.bench import BaselineTime, BudgetError, Candidate, Evaluation, Language, Outcome
+from patcher.bench import load_op as op_of
+from patcher.bench.lab import kernelbench_figures
+from patcher.bench.lab.kernelbench_figures import column, gain_shares
+from patcher.bench.lab.kernelbench_table import main
+from patcher.bench.lab.loop_runs import LoopRow, median_of
+from patcher.bench.lab.own_check import own_check
+from patcher.kernel_search import stage
+from patcher.plan import RunPlan
+from patcher.settings import resolve
+from patcher.strategies.search import Search
+
+PROBLEM = """import torch
+import torch.nn as nn
+
+rows = 256
+width = 64
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return torch.relu(self.norm(x))
+
+
+def get_inputs():
+    return [torch.rand(rows, width)]
+
+
+def get_init_inputs():
+    return [width]
+"""
+OP = "level2_3_norm_relu"
+NORM = """import torch
+
+
+def {op}(x, norm_weight, norm_bias, output):
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:]{weights})
+    output.copy_(y.{end}())
+"""
+RIGHT = {"weights": ", norm_weight, norm_bias", "end": "relu_"}
+WRONG = {"weights": "", "end": "relu_"}
+"""Leaves out gain and shift, which are 1 and 0 in a module that was never trained."""
+WORSE = {"weights": "", "end": "tanh_"}
+CPP = """#include <tvm/ffi/container/tensor.h>
+#include <cmath>
+using tvm::ffi::TensorView;
+void level2_3_norm_relu(TensorView x, TensorView g, TensorView s, TensorView out) {
+  auto* a = static_cast<const float*>(x.data_ptr());
+  auto* y = static_cast<float*>(out.data_ptr());
+  const int64_t rows = x.size(0), width = x.size(1);
+  for (int64_t r = 0; r < rows; ++r, a += width, y += width) {
+    double mean = 0, square = 0;
+    for (int64_t i = 0; i < width; ++i) mean += a[i] / width;
+    for (int64_t i = 0; i < width; ++i) square += (a[i] - mean) * (a[i] - mean) / width;
+    for (int64_t i = 0; i < width; ++i)
+      y[i] = float(std::fmax(0.0, (a[i] - mean) / std::sqrt(square + 1e-5)));
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("benchmark")
+    problem = folder / "level2" / "3_Norm_Relu.py"
+    problem.parent.mkdir()
+    problem.write_text(PROBLEM)
+    columns = ["--precision", "fp32", "--precision", "bf16", "--size", "rows=64"]
+    words = ["import", str(problem), "--out", str(folder / "ops"), *columns]
+    done = command(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATCHER_OPS", str(folder / "ops"))
+        yield folder
+
+
+class FixedJudge:
+    """In place of the judge: by the source, with a time for each baseline."""
+
+    def prepare(self, candidates: object) -> None:
+        """Nothing is built."""
+
+    def evaluate(self, candidates: list[Candidate]) -> list[Evaluation]:
+        return [self._one(each) for each in candidates]
+
+    def _one(self, candidate: Candidate) -> Evaluation:
+        if "norm_weight, norm_bias)" not in candidate.source:
+            return verdict(candidate, Outcome.MISMATCH)
+        if "# stop" in candidate.source:
+            raise BudgetError("no time left")
+        said = verdict(candidate, 2.0)
+        times = {"eager": BaselineTime(time_us=10), "torch.compile": BaselineTime(time_us=12)}
+        if candidate.op == OP:
+            return said.model_copy(update={"baselines": times})
+        half = [
+            each.model_copy(update={"baseline_us": 5.0, "candidate_us": 2.5})
+            for each in said.timings
+        ]
+        return said.model_copy(update={"timings": tuple(half)})
+
+
+def source(op: str, form: dict[str, str]) -> str:
+    return NORM.format(op=op, **form)
+
+
+def loop(folder: Path, op: str, sources: list[str]) -> None:
+    """A run whose replies were recorded."""
+    told = folder / op
+    told.mkdir(exist_ok=True)
+    lines = [(f"{at}/generate", f"```python\n{each}```") for at, each in enumerate(sources)]
+    recording(told, lines, op)
+    settings = resolve(
+        {
+            "model": f"replay:{told / 'recording.jsonl'}",
+            "analyst": "off",
+            "diagnoser": "off",
+            "iterations": len(sources),
+            "memory": "off",
+            "runs_dir": folder / "runs",
+        }
+    )
+    plan = RunPlan(op=op, language=Language.TORCH, whole=False, search=Search(seed=1))
+    with pipeline.start(settings, "optimize", None, None, plan) as run:
+        try:
+            pipeline.execute(run, lambda *_: None, lambda _: None)
+        except BudgetError:
+            assert "# stop" in sources[-1]
+
+
+def test_one_command_makes_the_table_and_its_figures(
+    places: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @contextmanager
+    def judges(*_: object, **__: object) -> Iterator[FixedJudge]:
+        yield FixedJudge()
+
+    monkeypatch.setattr(stage, "open_judges", judges)
+    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
+    bf16 = f"{OP}_bf16"
+    loop(places, OP, [source(OP, WRONG), source(OP, WORSE), source(OP, RIGHT)])
+    loop(places, bf16, [source(bf16, RIGHT)])
+    loop(places, bf16, ["no kernel", source(bf16, RIGHT) + "# stop\n"])
+    out = places / "table"
+    words = [str(places / "runs"), "--out", str(out), "--problems", str(places / "level2")]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert (out / "table.md").read_text() == shown
+    table = json.loads((out / "table.json").read_text())
+
+    plain, half = table["columns"]
+    assert (plain["precision"], plain["runs"], plain["partial"]) == ("fp32", 1, 0)
+    assert [each["value"] for each in plain["right_by"]] == [0, 0, 1]
+    assert plain["fast"]["1.2"]["value"] == 1
+    assert plain["tokens"] == 3 * 150
+    assert (half["precision"], half["runs"], half["partial"]) == ("bf16", 1, 1)
+    assert "**partial**" in shown
+    # 10 us to 2.5 us, of which the baseline in bf16 alone makes 5 us
+    shares = {each["precision"]: each for each in table["shares"]}
+    assert shares["bf16"]["gain"] == pytest.approx(4)
+    assert shares["bf16"]["precision_pct"] == pytest.approx(50)
+    assert (shares["fp32"]["precision_pct"], shares["fp32"]["fusion_pct"]) == (0, 100)
+
+    own = {(each["op"], each["iteration"]): each for each in table["checked"]}
+    assert (own[OP, 0]["judge"], own[OP, 0]["own"]) == ("mismatch", "accepted")
+    assert (own[OP, 1]["judge"], own[OP, 1]["own"]) == ("mismatch", "refused")
+    assert (own[OP, 2]["judge"], own[OP, 2]["own"]) == ("right", "accepted")
+    assert re.search(r"\| refused \| 1 \| 1 \| 0 \|", shown)
+    assert f"- {OP}, iteration 0: mismatch" in shown
+
+    def never(*_: object) -> None:
+        raise AssertionError("what was checked is checked again")
+
+    monkeypatch.setattr(kernelbench_figures, "own_check", never)
+    assert main(words) == 0
+
+
+def test_the_own_check_runs_a_build_and_only_in_the_sandbox(places: Path, tmp_path: Path) -> None:
+    problem = places / "level2" / "3_Norm_Relu.py"
+    assert op_of(OP).name == OP
+    built = Candidate(op=OP, language=Language.CPP, source=CPP)
+    assert own_check(built, problem).accepted
+    marker = tmp_path / "marker"
+    escaping = source(OP, RIGHT) + f"\nopen({str(marker)!r}, 'w').write('out')\n"
+    said = own_check(Candidate(op=OP, language=Language.TORCH, source=escaping), problem)
+    assert said.accepted is False
+    assert not marker.exists()
+    if not torch.cuda.is_available():
+        elsewhere = own_check(Candidate(op=OP, language=Language.TRITON, source="x"), problem)
+        assert elsewhere.accepted is None
+        assert "needs a GPU" in elsewhere.why
+    changed = tmp_path / problem.name
+    changed.write_text(PROBLEM.replace("rows = 256", "rows = 128"))
+    refused = own_check(built, changed)
+    assert (refused.accepted, refused.why) == (None, "the problem changed since it was imported")
+
+
+def row(op: str, speedup: float | None, at: int | None, **more: object) -> LoopRow:
+    known = {
+        "run": op,
+        "op": op,
+        "language": "cuda",
+        "strategy": "refine",
+        "seed": 1,
+        "models": (),
+        "ended": "iterations",
+        "iterations": 3,
+        "first_right": at,
+        "outcomes": (),
+        "speedup": speedup,
+        "low": speedup,
+        "high": speedup,
+        "baseline": "eager",
+        "baseline_us": 8.0,
+        "candidate_us": 4.0,
+        "tokens": 10,
+        "usd": 0.5,
+        "judge_s": 1,
+        "gpu_s": 1,
+    }
+    return LoopRow.model_validate({**known, **more})
+
+
+def test_figures_of_a_column() -> None:
+    rows = [
+        row("a", 4.0, 1),
+        row("b", 1.0, 3),
+        row("c", 0.5, 2),
+        row("d", None, None),
+        row("e", 9.0, 1, ended=None),
+    ]
+    found = column("fp32", rows)
+    assert (found.runs, found.partial) == (4, 1)
+    assert [each.value for each in found.right_by] == [0.25, 0.5, 0.75]
+    assert found.geomean is not None
+    assert found.applied is not None
+    assert found.geomean.value == pytest.approx(2 ** (1 / 3))
+    assert found.applied.value == pytest.approx(2**0.5)
+    assert {name: each.value for name, each in found.fast.items()} == {"1": 0.25, "1.2": 0.25}
+    assert found.usd == 0.5
+    nothing = column("fp32", rows[-1:])
+    assert (nothing.runs, nothing.geomean, nothing.tokens) == (0, None, None)
+
+
+def test_times_of_other_points_or_devices_are_not_held_against_each_other() -> None:
+    plain = row("a", 2.0, 1, points=("x=1",))
+    assert len(gain_shares([plain, row("a_tf32", 2.0, 1, points=("x=1",))])) == 2
+    assert len(gain_shares([plain, row("a_tf32", 2.0, 1, points=("x=2",))])) == 1
+    assert len(gain_shares([plain, row("a_tf32", 2.0, 1, points=("x=1",), device="other")])) == 1
+
+
+def test_the_interval_of_a_median() -> None:
+    assert median_of([1.0, 2.0, 3.0, 4.0, 5.0]).low is None
+    six = median_of([6.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (six.value, six.low, six.high) == (3.5, 1.0, 6.0)
+    ten = median_of([float(each) for each in range(1, 11)])
+    assert (ten.low, ten.high) == (2.0, 9.0)  # as tables of the sign test have it
