@@ -172,7 +172,7 @@ class KernelEnvironment:
             self.options.judge,
             candidate,
             settings,
-            f"training/{candidate.op}/{candidate.digest}",
+            f"training.{candidate.digest}",  # which is of the op, too
             lambda *_: None,
             self.options.against,
             self.options.counters,

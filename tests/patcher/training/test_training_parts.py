@@ -13,8 +13,18 @@ from command_line import ROOT
 from dying_worker import POISON
 from training_sample import OP, OPTIONS, RIGHT, evaluation, judged, reply
 
-from patcher.bench import Language, MissingError, Outcome, UsageError, VerificationError
+from patcher.bench import (
+    Candidate,
+    Language,
+    MissingError,
+    Outcome,
+    UsageError,
+    VerificationError,
+    load_op,
+)
+from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
+from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
 from patcher.training import KernelEnvironment
 from patcher.training.choice import choose_ops, in_rounds
@@ -64,6 +74,20 @@ def test_an_error_of_the_judge_is_raised_as_it_is() -> None:
         pytest.raises(UsageError, match="has no baseline"),
     ):
         judges.judge([AskedReply(OP, reply(RIGHT))])
+
+
+def test_a_remote_judge_takes_the_name_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def judge(where: str, candidate: Candidate, settings: JudgeSettings, name: str, *_: Any) -> Any:
+        taken.append(post(load_op(OP), candidate, settings, name, False).name)
+        return judged(evaluation("eager", 2.0))
+
+    monkeypatch.setattr("patcher.training.environment.judge_for_reward", judge)
+    environment = KernelEnvironment(OPTIONS)
+    environment.begin(OP)
+    assert environment.step(reply(RIGHT)).reward.value == 2.0
+    assert len(taken) == 1
 
 
 def turn(low: float | None, trick: bool = False) -> JudgedReply:
