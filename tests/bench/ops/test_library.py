@@ -41,6 +41,7 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
+    "add_rms_norm_route",
     *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
     *("gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode", "mla_decode"),
     *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
@@ -340,6 +341,8 @@ SETTINGS = JudgeSettings(
     baseline="eager", pairs=3, points=2, threads=1, calls=40, lives_s=0.0, timeout_s=20
 )
 WRONG = {
+    # by logits before they were rounded
+    "add_rms_norm_route": ("bits = logits.float()", "bits = (logits.float() + 1e-3 * sums)"),
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
     # what the state held before it decayed
