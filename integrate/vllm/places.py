@@ -27,6 +27,7 @@ class RoleLayers:
 
 LAYERS: Mapping[str, RoleLayers] = {
     "add_norm": RoleLayers(("RMSNorm",)),
+    "add_norm_route": RoleLayers((_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4),
     "decode_attention": RoleLayers(("Attention",)),
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4),
     "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4),
@@ -34,6 +35,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
     "linear": RoleLayers(("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)),
     "lm_head": RoleLayers(("ParallelLMHead",)),
+    "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear")),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
 }

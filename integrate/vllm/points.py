@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.add_norm_route import AddNormRoute
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
+from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
 
@@ -20,6 +22,7 @@ POINTS: dict[str, type[VllmPoint]] = {
     for point in (
         AddRmsNorm,
         RopeKvUpdate,
+        QkvRopeKv,
         DecodeAttention,
         Routing,
         Reduce,
@@ -28,6 +31,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         Linear,
         LmHead,
         ExpertsToNorm,
+        AddNormRoute,
     )
 }
 
