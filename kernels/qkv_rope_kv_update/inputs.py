@@ -62,7 +62,9 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             slots[0] = places - 1
             slots[1:] = torch.arange(tokens - 1, device=device)
         case "ramp":  # outputs encode their row of the weight, so a swapped head or half shows
-            weight = torch.linspace(-2.0, 2.0, outer, device=device).unsqueeze(1) / inner + 0 * weight
+            weight = (
+                torch.linspace(-2.0, 2.0, outer, device=device).unsqueeze(1) / inner + 0 * weight
+            )
             x = 1.0 + torch.arange(tokens, device=device).unsqueeze(1) / 8 + 0 * x
         case "cancellation":  # one half of a sum cancels the other
             half = inner // 2
@@ -80,7 +82,9 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         "positions": at,
         "cos_sin": _yarn(axes["positions"], head_dim, device).to(table_dtype),
         "slots": slots,
-        "query": torch.full((tokens, axes["q_heads"] * head_dim), math.nan, device=device).to(dtype),
+        "query": torch.full((tokens, axes["q_heads"] * head_dim), math.nan, device=device).to(
+            dtype
+        ),
         "key_cache": key_cache.to(dtype),
         "value_cache": value_cache.to(dtype),
     }

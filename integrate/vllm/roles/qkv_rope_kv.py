@@ -11,11 +11,11 @@ Both points mark `RotaryEmbedding.forward`, so that one of them is refused while
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.roles.linear import Linear, engines_own
 from patcher.integrate.vllm.roles.linear_graph import projection_of
@@ -33,7 +33,6 @@ class QkvRopeKv(RopeKvUpdate):
     name: ClassVar[str] = "qkv_rope_kv"
     op: ClassVar[str] = "qkv_rope_kv_update"
     parts: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys((*RopeKvUpdate.parts, *Linear.parts)))
-    source_of: ClassVar[SourceOf | None] = staticmethod(projection_of)
 
     def find(self) -> str:
         engine.must_allow_another("matmul")
@@ -50,6 +49,9 @@ class QkvRopeKv(RopeKvUpdate):
             return "norms of query and key between projection and rotation"
         return Linear().applies(projections[0])
 
+    def _source_of(self) -> SourceOf:
+        return projection_of
+
     def _operator_kind(self) -> type[RopeKvOperator]:
         return QkvRopeKvOperator
 
@@ -64,19 +66,18 @@ class QkvRopeKvOperator(RopeKvOperator):
     prefix: ClassVar[str] = "qkv_rope_kv"
     mutates: ClassVar[tuple[str, ...]] = ("row",)
 
-    def _function(self) -> Any:
+    def _functions(self) -> tuple[Any, Callable[..., torch.Tensor]]:
         def run(
             x: Any, weight: Any, bias: Any, positions: Any, row: Any, table: Any, layer_name: Any
         ) -> Any:
             return self._project(x, weight, bias, positions, row, table, layer_name)
 
-        return run
+        def fake(
+            x: Any, weight: Any, bias: Any, positions: Any, row: Any, table: Any, layer_name: Any
+        ) -> torch.Tensor:
+            return torch.empty(0, device=row.device, dtype=row.dtype)
 
-    @staticmethod
-    def _fake(
-        x: Any, weight: Any, bias: Any, positions: Any, row: Any, table: Any, layer_name: Any
-    ) -> torch.Tensor:
-        return torch.empty(0, device=row.device, dtype=row.dtype)
+        return run, fake
 
     def _project(
         self,
@@ -95,8 +96,9 @@ class QkvRopeKvOperator(RopeKvOperator):
         """
         _, attention, cache, slots = self._context(self._resolve(layer_name))
         positions, table = positions.flatten(), self._tables.rounded(table, row.dtype)
-        size, heads = attention.head_size, attention.num_kv_heads
-        query, key, value = row.split([row.shape[1] - 2 * heads * size, *[heads * size] * 2], 1)
+        size, kv = attention.head_size, attention.num_kv_heads * attention.head_size
+        cut = row.shape[1] - 2 * kv
+        query, key, value = row[:, :cut], row[:, cut : cut + kv], row[:, cut + kv :]
         if self.kernel is not None:
             caches = None if slots is None else engine.kv_caches(cache, size)
             reason = "no KV cache yet" if caches is None else refusal(attention)
@@ -105,6 +107,6 @@ class QkvRopeKvOperator(RopeKvOperator):
             elif self.kernel(x, weight, bias, positions, table, slots, query, *caches):
                 return row.new_empty(0)
         engines_own(x, weight, bias, row)
-        parts = tuple(part.unflatten(1, (-1, size)) for part in (query, key, value))
-        self._by_vllm(attention, cache, slots, positions, (parts[0], parts[1], parts[2]), table)
+        q, k, v = (part.unflatten(1, (-1, size)) for part in (query, key, value))
+        self._by_vllm(attention, cache, slots, positions, (q, k, v), table)
         return row.new_empty(0)

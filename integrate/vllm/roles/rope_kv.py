@@ -65,8 +65,6 @@ class RopeKvUpdate(VllmPoint):
         "vllm.compilation.partition_rules:should_split",
         "vllm.utils.torch_utils:direct_register_custom_op",
     )
-    source_of: ClassVar[rope_graph.SourceOf | None] = None
-    """What else a subclass fuses with the rotation."""
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
@@ -98,7 +96,7 @@ class RopeKvUpdate(VllmPoint):
         marked = _forward(forward.original, kernel)
         marked.point = self.name
         forward.install(marked)
-        graph.install(_rewrite(operator, kernel, self.source_of))
+        graph.install(_rewrite(operator, kernel, self._source_of()))
         for fix in fixes:
             fix.install(_fix(fix.original, operator))
         self.name_lost_fusions()
@@ -118,6 +116,10 @@ class RopeKvUpdate(VllmPoint):
         if operator is not None:
             operator.kernel = None
         super().remove()
+
+    def _source_of(self) -> rope_graph.SourceOf | None:
+        """What else is fused with the rotation, if anything is."""
+        return None
 
     def _operator_kind(self) -> type[RopeKvOperator]:
         return RopeKvOperator

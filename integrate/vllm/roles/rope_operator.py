@@ -45,8 +45,9 @@ def _flash_attention() -> Any:
 class RopeKvOperator:
     """`patcher::rope_kv_<digest>`: one for each patch and process.
 
-    A subclass does more in the same place: it has a name, a function and a `_run` of its own. It stays registered when the patch is taken out, since graphs that were compiled before still
-    call it. Without a kernel it runs vLLM's own rotation and write.
+    It stays registered when the patch is taken out, since graphs that were compiled before still
+    call it. Without a kernel it runs vLLM's own rotation and write. A subclass that does more in
+    the same place has a prefix and functions of its own.
     """
 
     prefix: ClassVar[str] = "rope_kv"
@@ -63,7 +64,7 @@ class RopeKvOperator:
         self._rotate = _rotation()
         self._library = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-        run, fake = self._function(), self._fake
+        run, fake = self._functions()
         # the schema is built from these; vLLM would look up names in quotes
         names = run.__code__.co_varnames[: run.__code__.co_argcount - 1]
         run.__annotations__ = {
@@ -81,19 +82,20 @@ class RopeKvOperator:
         self.overload = getattr(torch.ops.patcher, name).default
         self.name = f"patcher::{name}"
 
-    def _function(self) -> Any:
+    def _functions(self) -> tuple[Any, Callable[..., torch.Tensor]]:
+        """The operator's function, whose arguments but the last are tensors, and its fake."""
+
         def run(
             positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
         ) -> Any:
             return self._run(positions, query, key, value, table, layer_name)
 
-        return run
+        def fake(
+            positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
+        ) -> torch.Tensor:
+            return torch.empty(0, device=key.device, dtype=key.dtype)
 
-    @staticmethod
-    def _fake(
-        positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
-    ) -> torch.Tensor:
-        return torch.empty(0, device=key.device, dtype=key.dtype)
+        return run, fake
 
     def _run(
         self,
@@ -143,9 +145,7 @@ OPERATORS: dict[str, RopeKvOperator] = {}
 """The registered operators by name, as lasting as PyTorch's own table of them."""
 
 
-def operator_of(
-    kernel: Dispatcher, kind: type[RopeKvOperator] = RopeKvOperator
-) -> RopeKvOperator:
+def operator_of(kernel: Dispatcher, kind: type[RopeKvOperator] = RopeKvOperator) -> RopeKvOperator:
     """The operator of a patch, with its kernel in."""
     name = f"{kind.prefix}_{kernel.book.digest[:12]}"
     if name not in OPERATORS:

@@ -27,8 +27,8 @@ Tables = tuple[torch.Tensor, ...]
 """The outputs of `moe_route`; see `new_tables`."""
 
 RoutingPart = Callable[[Any, int, bool], Any]
-"""Takes logits, top-k and whether it is the plain routing of a tensor; gives what `routing` returns,
-or None to leave it to others."""
+"""Takes logits, top-k and whether it is the plain routing of a tensor; gives what `routing`
+returns, or None to leave it to others."""
 
 
 class Routing(TritonExperts):

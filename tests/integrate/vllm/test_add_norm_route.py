@@ -166,9 +166,10 @@ BESIDE: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @feature("other points beside it", "right", POINT, *BESIDE)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("last", [False, True], ids=["first in", "last in"])
-@pytest.mark.parametrize("beside", [*BESIDE, "all"])
+@pytest.mark.parametrize(
+    ("beside", "backend"), [*((name, "eager") for name in BESIDE), ("all", "inductor")]
+)
 def test_beside_the_points_of_its_parts_it_takes_its_place(
     beside: str, last: bool, backend: str, config: Any, model: Any, routings: list[int]
 ) -> None:
@@ -269,12 +270,13 @@ def test_only_the_call_with_the_kernels_own_logits_takes_what_it_routed(
         again = library.routing(logits, TOP_K)  # taken once
         assert routings == [3]
         assert torch.equal(first[0].gate_scal, again[0].gate_scal)
-        for other in (
+        others: tuple[Callable[[], Any], ...] = (
             lambda: library.routing(logits.clone(), TOP_K),
             lambda: library.routing(logits, TOP_K - 1),
             lambda: library.routing(logits[:2], TOP_K),
             lambda: library.routing(logits, TOP_K, True),
-        ):
+        )
+        for other in others:
             routings.clear()
             start()
             other()

@@ -43,9 +43,10 @@ def kernel_of_block(  # type: ignore[no-untyped-def]
 ):
     """The contract of qkv_rope_kv_update in plain PyTorch."""
     row = torch.nn.functional.linear(x, weight, bias if bias.numel() else None)
-    kv = KV_HEADS * HEAD_DIM
-    parts = [part.clone() for part in row.split([query.shape[1], kv, kv], 1)]
-    rope_kernel(positions, *parts, x.new_empty(0), cos_sin, slots, key_cache, value_cache)
+    rotate: Any = rope_kernel
+    cuts = query.shape[1], query.shape[1] + KV_HEADS * HEAD_DIM
+    parts = [part.clone() for part in row.tensor_split(cuts, 1)]
+    rotate(positions, *parts, x.new_empty(0), cos_sin, slots, key_cache, value_cache)
     query.copy_(parts[0])
 
 
@@ -180,7 +181,7 @@ def test_beside_the_point_of_linear_layers_it_takes_the_projection(
     torch._dynamo.reset()
 
 
-@feature("other points beside it", "refused", POINT, "rope_kv")
+@feature("`rope_kv` and `qkv_rope_kv` together", "refused", POINT, "rope_kv")
 @pytest.mark.parametrize(("inside", "other"), [("rope_kv", POINT), (POINT, "rope_kv")])
 def test_of_it_and_the_point_of_rotations_one_is_refused(
     inside: str, other: str, config: Any
@@ -224,7 +225,9 @@ LEFT = {
     "query, key and value are not all of one projection, in this order": (
         lambda qkv, q, k, v, x: (0.0, q, v, k)
     ),
-    "add is given what the linear layer is given": (lambda qkv, q, k, v, x: ((x + 1).sum(), q, k, v)),
+    "add is given what the linear layer is given": (
+        lambda qkv, q, k, v, x: ((x + 1).sum(), q, k, v)
+    ),
 }
 
 
