@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 _RESHAPES = {"view", "reshape", "contiguous", "flatten", "unflatten"}
-METADATA = {"size", "dim", "numel", "is_contiguous", "new_empty"}
-"""Methods that ask for a tensor's form alone."""
+METADATA = {"size", "dim", "numel", "is_contiguous", "new_empty", "sym_size.int"}
+"""Methods, and an operator, that ask for a tensor's form alone."""
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "setitem"}
 
 

@@ -66,7 +66,8 @@ class LinearLayer:
             if self.call is not self.result:
                 graph.erase_node(self.call)
                 return self.result, bias
-            size = graph.call_method("size", (self.x, 0))
+            # as vLLM writes it; it would take a method `size` for one that gives all sizes
+            size = graph.call_function(torch.ops.aten.sym_size.int, (self.x, 0))
             size.meta["example_value"] = self.example.shape[0]
             row = graph.call_method("new_empty", (self.x, (size, self.example.shape[1])))
         row.meta = dict(self.result.meta)

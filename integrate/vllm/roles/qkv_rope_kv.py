@@ -107,6 +107,6 @@ class QkvRopeKvOperator(RopeKvOperator):
             elif self.kernel(x, weight, bias, positions, table, slots, query, *caches):
                 return row.new_empty(0)
         engines_own(x, weight, bias, row)
-        q, k, v = (part.unflatten(1, (-1, size)) for part in (query, key, value))
+        q, k, v = (part.view(len(part), -1, size) for part in (query, key, value))
         self._by_vllm(attention, cache, slots, positions, (q, k, v), table)
         return row.new_empty(0)

@@ -14,7 +14,7 @@
 #   and the weight is read once. Nothing was tuned beyond the tile.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: fa954f70e3a345f8d1efac03ffd4e4581e5e15e241506d102e7770200158de6b
+# Digest: b7655c870d7693e3424985fbedd73bc11efd858490bf282394723252d97f6e15
 
 import torch
 import triton
@@ -65,9 +65,9 @@ def qkv_rope_kv_update_kernel(
     low = first.to(query_ptr.dtype.element_ty)
     high = second.to(query_ptr.dtype.element_ty)
     if head < q_heads:
-        at = query_ptr + row[:, None].to(tl.int64) * query_stride + column[None, :]
-        tl.store(at, low, mask=inside)
-        tl.store(at + HALF, high, mask=inside)
+        to_query = query_ptr + row[:, None].to(tl.int64) * query_stride + column[None, :]
+        tl.store(to_query, low, mask=inside)
+        tl.store(to_query + HALF, high, mask=inside)
     else:
         slot = tl.load(slots_ptr + row, mask=real, other=-1)
         kept = inside & (slot >= 0)[:, None]
