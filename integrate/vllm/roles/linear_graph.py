@@ -104,7 +104,7 @@ def linear_of(result: fx.Node) -> LinearLayer:
 
 @dataclass(frozen=True)
 class Projection:
-    """The linear layer that makes query, key and value; see `rope_graph.Source`."""
+    """The linear layer that makes query, key and value; see `rope_graph.RotationSource`."""
 
     layer: LinearLayer
 

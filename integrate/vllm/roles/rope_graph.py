@@ -58,7 +58,7 @@ def left_alone(query: torch.Tensor, reason: str) -> torch.Tensor:
 MARKS: tuple[Callable[..., Any], ...] = (enter, leave, left_alone)
 
 
-class Source(Protocol):
+class RotationSource(Protocol):
     """What a rotation is fused with besides the KV write: where its tensors come from."""
 
     def give(self, positions: Any, table: Any, name: Any) -> tuple[Any, ...]:
@@ -66,7 +66,9 @@ class Source(Protocol):
         ...
 
 
-SourceOf = Callable[[fx.Graph, tuple[fx.Node, fx.Node, fx.Node], fx.Node, set[fx.Node]], Source]
+SourceOf = Callable[
+    [fx.Graph, tuple[fx.Node, fx.Node, fx.Node], fx.Node, set[fx.Node]], RotationSource
+]
 """Takes the graph; query, key and value before the rotation; the attention, before which the
 operator will be; and the nodes that read them and will go, or will read what the operator wrote.
 Raises `NotFusedError`, and then leaves the graph as it was."""
