@@ -88,11 +88,11 @@ def linear_of(result: fx.Node) -> LinearLayer:
     result = plain(result)
     calls = [user for user in result.users if operator_name(user).startswith(OTHER_LINEAR)]
     given: tuple[Any, ...] = ()
-    if result.target is torch._C._nn.linear:
-        given, call = (*result.args, result.kwargs.get("bias"))[:3], result
+    call = result
+    if result.target is torch.nn.functional.linear:
+        given = (*result.args, result.kwargs.get("bias"))[:3]
     elif len(calls) == 1 and len(calls[0].args) == 4 and calls[0].args[3] is result:
-        [call] = calls
-        given = call.args[:3]
+        call, given = calls[0], calls[0].args[:3]
     if not given or not isinstance(given[0], fx.Node):
         raise NotFusedError(f"{label_of(result)} is no linear layer without quantisation")
     x, weight, bias = given
