@@ -40,6 +40,11 @@ CASES = {
     "linear": PointCase(r"^nvjet_.*_bias_"),
     # replaces moe_reduce, which then has nothing to do
     "reduce_add_rms_norm": PointCase(r"^_reduce_grouped", True),
+    # of several ops; those of the projection and the router are matmuls like others
+    "qkv_rope_kv_update": PointCase(r"reshape_and_cache_flash", True),
+    "add_rms_norm_route": PointCase(
+        r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing", True
+    ),
 }
 """By op."""
 

@@ -44,8 +44,10 @@ OWN_ROUNDS = 3
 """Pairs of processes of the A/A comparison, with alternating order of arms."""
 MEMORY_SHARE = 0.8
 """Share of the GPU's memory for all concurrent processes together."""
-TOGETHER = tuple(op for op in CASES if op != "reduce_add_rms_norm")
-"""Ops that can be patched together; `reduce_add_rms_norm` would leave `moe_reduce` unused."""
+OF_SEVERAL = ("reduce_add_rms_norm", "qkv_rope_kv_update", "add_rms_norm_route")
+"""Ops that compute what others do, and would leave those unused."""
+TOGETHER = tuple(op for op in CASES if op not in OF_SEVERAL)
+"""Ops that can be patched together."""
 WINDOWS = 8
 """Windows of an A/A process; the first is left out."""
 

@@ -81,6 +81,18 @@ class Op:
         return found or (lambda **inputs: {})
 
     @cached_property
+    def derived(self) -> Callable[..., dict[str, Any]] | None:
+        """`derived(**tensors after the call, **scalars) -> {written tensor: float64 value}`:
+        outputs that other outputs of the same call determine, such as a choice by logits that the
+        call writes. They are compared with these values, the others with `reference`. None: there
+        are none.
+        """
+        found: Callable[..., dict[str, Any]] | None = getattr(
+            _load(self.folder / "reference.py"), "derived", None
+        )
+        return found
+
+    @cached_property
     def control(self) -> Callable[..., dict[str, Any]]:
         """The op in lower precision than the contract requires, which the judge must reject."""
         function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control

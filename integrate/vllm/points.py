@@ -8,6 +8,7 @@ from __future__ import annotations
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles.activation import GeluAndMul, GeluTanhAndMul, SiluAndMul
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.add_norm_route import AddNormRoute
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
@@ -16,6 +17,7 @@ from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
+from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
 from patcher.integrate.vllm.roles.topk import TopKRouter
@@ -25,6 +27,7 @@ POINTS: dict[str, type[VllmPoint]] = {
     for point in (
         AddRmsNorm,
         RopeKvUpdate,
+        QkvRopeKv,
         DecodeAttention,
         Routing,
         Reduce,
@@ -41,6 +44,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         TopKRouter,
         GatedDelta,
         GreedySampler,
+        AddNormRoute,
     )
 }
 

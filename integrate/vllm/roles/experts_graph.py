@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from patcher.integrate.vllm.roles.graph_reads import NotFusedError, operator_name, value_of
+from patcher.integrate.vllm.roles.graph_reads import (
+    NotFusedError,
+    example_of,
+    form_of,
+    label_of,
+    operator_name,
+    value_of,
+)
 
 EXPERTS = "vllm::moe_forward"
 SHARED_EXPERTS = "vllm::moe_forward_shared"
@@ -96,7 +103,7 @@ class _Pair:
         self._norm = readers[0]
         self._in_place = operator_name(self._norm).startswith(operators.other_norm)
         if not self._in_place and operator_name(self._norm) != NORM:
-            raise NotFusedError(f"{_label(self._norm)} reads the experts' result before a norm")
+            raise NotFusedError(f"{label_of(self._norm)} reads the experts' result before a norm")
         x, residual, self._weight, self._epsilon, *part = self._norm.args
         if (
             self._norm.kwargs
@@ -110,7 +117,7 @@ class _Pair:
         self._residual = residual
         if not self._in_place:
             self._must_own_its_arguments(readers)
-        if _form(residual) != _form(self._x) or _form(self._hidden) != _form(self._x):
+        if form_of(residual) != form_of(self._x) or form_of(self._hidden) != form_of(self._x):
             raise NotFusedError("a residual of another shape")
 
     def _must_own_its_arguments(self, readers: list[fx.Node]) -> None:
@@ -134,7 +141,7 @@ class _Pair:
     def replace(self, top_k: int) -> None:
         """Put the fused operators in the place of both nodes."""
         graph, call, norm = self._call.graph, self._call, self._norm
-        like: torch.Tensor = _example(self._x)
+        like: torch.Tensor = example_of(self._x)
         with graph.inserting_before(call):
             unsummed = graph.call_function(
                 self._operators.experts, (self._hidden, self._logits, top_k, self.layer_name)
@@ -170,7 +177,7 @@ def _whole_views(node: fx.Node) -> Iterator[fx.Node]:
         [view] = node.users
         if view.target is not operator.getitem or not _takes_all(view.args[1]):
             return
-        if _form(view) != _form(node):
+        if form_of(view) != form_of(node):
             return
         yield view
         node = view
@@ -183,29 +190,3 @@ def _takes_all(index: Any) -> bool:
         or (isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1))
         for item in items
     )
-
-
-def _form(node: Any) -> tuple[object, ...]:
-    """Shape and dtype of a node's tensor, compared as text so that no guard is made."""
-    value = _example(node)
-    return (*map(str, value.shape), value.dtype)
-
-
-def _example(node: Any) -> Any:
-    """The fake tensor that Dynamo kept for a node.
-
-    Raises:
-        NotFusedError: it kept none.
-    """
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        raise NotFusedError("a graph without shapes")
-    return value
-
-
-def _label(node: fx.Node) -> str:
-    """A node for people: its operator, function or method."""
-    if node.op == "output":
-        return "the end of the graph"
-    target = node.target
-    return operator_name(node) or str(getattr(target, "__name__", target))

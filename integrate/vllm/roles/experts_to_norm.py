@@ -32,7 +32,7 @@ from patcher.integrate.vllm.roles.experts_graph import FusedOperators
 from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
 from patcher.integrate.vllm.roles.graph_reads import NotFusedError
 from patcher.integrate.vllm.roles.triton_experts import TritonExperts
-from patcher.integrate.vllm.swap import AttributePatch
+from patcher.integrate.vllm.swap import SharedPatch
 
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -77,7 +77,7 @@ class ExpertsToNorm(TritonExperts):
         must_not_split_sequences()
         graph_rewrite(self.name).must_have_room()
         place_of_sums(self.name).must_have_room()
-        self._forward().must_be_the_engines()
+        place_of_forward(self.name).must_have_room()
         return f"{BACKENDS}.split_graph"
 
     def applies(self, layer: Any) -> str | None:
@@ -92,14 +92,16 @@ class ExpertsToNorm(TritonExperts):
         operators = FusedOperators(experts, kernel.op(_two_kernels()), f"patcher::{AddRmsNorm.op}_")
 
         def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            kernel.book.reasons.update(experts_graph.fuse(graph, operators, self._top_k))
+            known = experts_graph.fuse(graph, operators, lambda *at: top_k_of(self, *at))
+            kernel.book.reasons.update(known)
             return splitting_ops
 
-        graphs, sums, forward = graph_rewrite(self.name), place_of_sums(self.name), self._forward()
+        graphs, sums = graph_rewrite(self.name), place_of_sums(self.name)
+        forward = place_of_forward(self.name)
         self._swaps = [graphs, sums, forward]
         graphs.install(rewrite)
         sums.install(unsummed.take)
-        forward.install(_counted(forward.original, kernel))
+        forward.install(counted(kernel))
         self.name_lost_fusions()
 
     def remove(self) -> None:
@@ -110,32 +112,56 @@ class ExpertsToNorm(TritonExperts):
             if library is not None:
                 library._destroy()
 
-    def _forward(self) -> AttributePatch:
-        return AttributePatch(sources.module(_RUNNER).MoERunner, "forward")
 
-    def _top_k(self, name: Any, index: int) -> int:
-        """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`."""
-        runner, context = sources.module(_RUNNER), forward_context()
-        known = {} if context is None else context.no_compile_layers
-        given = None if name is None else runner._resolve_layer_name(name)
-        if given == "from_forward_context" and context is not None:
-            # experts are counted in the order of their calls
-            given = context.all_moe_layers[index]
-        layer = known.get(given)
-        if layer is None:
-            raise NotFusedError("experts of an unknown layer")
-        if (reason := self.applies(layer)) is not None:
-            raise NotFusedError(reason)
-        top_k: int = layer.moe_config.experts_per_token
-        return top_k
+def top_k_of(point: TritonExperts, name: Any, index: int) -> int:
+    """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`.
+
+    Args:
+        point: the point, which may not apply to the layer.
+        name: the layer's name, as its operator is given it.
+        index: the place of the call among all calls of experts.
+
+    Raises:
+        NotFusedError: the layer is unknown, or the point does not apply to it.
+    """
+    runner, context = sources.module(_RUNNER), forward_context()
+    known = {} if context is None else context.no_compile_layers
+    given = None if name is None else runner._resolve_layer_name(name)
+    if given == "from_forward_context" and context is not None:
+        # experts are counted in the order of their calls
+        given = context.all_moe_layers[index]
+    layer = known.get(given)
+    if layer is None:
+        raise NotFusedError("experts of an unknown layer")
+    if (reason := point.applies(layer)) is not None:
+        raise NotFusedError(reason)
+    top_k: int = layer.moe_config.experts_per_token
+    return top_k
 
 
-def _counted(original: Any, kernel: Dispatcher) -> Any:
-    """`MoERunner.forward`, which counts the calls that are in no graph of the engine's compiler."""
+def place_of_forward(point: str) -> SharedPatch:
+    """The place of what a point counts at `MoERunner.forward`, a function without arguments.
 
+    Args:
+        point: the name of the patch point.
+    """
+    return SharedPatch(sources.module(_RUNNER).MoERunner, "forward", point, _counting)
+
+
+def counted(kernel: Dispatcher) -> Callable[[], None]:
+    """Counts a call that is in no graph of the engine's compiler."""
+
+    def count() -> None:
+        kernel.book.reasons["not in a graph that vLLM compiles"] += 1
+
+    return count
+
+
+def _counting(original: Any, parts: dict[str, Callable[[], None]]) -> Any:
     def forward(runner: Any, *args: Any, **more: Any) -> Any:
         if not torch.compiler.is_compiling():
-            kernel.book.reasons["not in a graph that vLLM compiles"] += 1
+            for count in list(parts.values()):
+                count()
         return original(runner, *args, **more)
 
     return forward

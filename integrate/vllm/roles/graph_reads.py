@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 _RESHAPES = {"view", "reshape", "contiguous", "flatten", "unflatten"}
-METADATA = {"size", "dim", "numel", "is_contiguous"}
+METADATA = {"size", "dim", "numel", "is_contiguous", "new_empty", "sym_size.int"}
+"""Methods, and an operator, that ask for a tensor's form alone."""
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "setitem"}
 
 
@@ -132,6 +133,32 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket._qualified_op_name)
     return ""
+
+
+def label_of(node: fx.Node) -> str:
+    """A node for people: its operator, function or method."""
+    if node.op == "output":
+        return "the end of the graph"
+    target = node.target
+    return operator_name(node) or str(getattr(target, "__name__", target))
+
+
+def form_of(node: Any) -> tuple[object, ...]:
+    """Shape and dtype of a node's tensor, compared as text so that no guard is made."""
+    value = example_of(node)
+    return (*map(str, value.shape), value.dtype)
+
+
+def example_of(node: Any) -> Any:
+    """The fake tensor that Dynamo kept for a node.
+
+    Raises:
+        NotFusedError: it kept none.
+    """
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise NotFusedError("a graph without shapes")
+    return value
 
 
 def value_of(argument: Any) -> Any:

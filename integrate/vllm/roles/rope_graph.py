@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import combinations
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -58,7 +58,28 @@ def left_alone(query: torch.Tensor, reason: str) -> torch.Tensor:
 MARKS: tuple[Callable[..., Any], ...] = (enter, leave, left_alone)
 
 
-def fuse(module: fx.GraphModule, operation: Any, refusal: Callable[[Any], str | None]) -> list[str]:
+class RotationSource(Protocol):
+    """What a rotation is fused with besides the KV write: where its tensors come from."""
+
+    def give(self, positions: Any, table: Any, name: Any) -> tuple[Any, ...]:
+        """Take its nodes out of the graph and return the operator's arguments."""
+        ...
+
+
+SourceOf = Callable[
+    [fx.Graph, tuple[fx.Node, fx.Node, fx.Node], fx.Node, set[fx.Node]], RotationSource
+]
+"""Takes the graph; query, key and value before the rotation; the attention, before which the
+operator will be; and the nodes that read them and will go, or will read what the operator wrote.
+Raises `NotFusedError`, and then leaves the graph as it was."""
+
+
+def fuse(
+    module: fx.GraphModule,
+    operation: Any,
+    refusal: Callable[[Any], str | None],
+    source_of: SourceOf | None = None,
+) -> list[str]:
     """Replace each marked rotation and its KV write by one operator, and take out all marks.
 
     Args:
@@ -66,7 +87,9 @@ def fuse(module: fx.GraphModule, operation: Any, refusal: Callable[[Any], str | 
         operation: takes positions [tokens], query [tokens, q_heads, head_dim], key and value
             [tokens, kv_heads, head_dim], the table and the layer's name; rotates query in place,
             writes the KV cache and returns a tensor that the attention depends on.
+            With `source_of`, it takes what that gives.
         refusal: why the attention layer of that name cannot use it, or None.
+        source_of: finds what the operator computes before the rotation, if it does.
 
     Returns:
         A reason for each rotation that stays vLLM's own.
@@ -85,7 +108,7 @@ def fuse(module: fx.GraphModule, operation: Any, refusal: Callable[[Any], str | 
             begin = node
         elif begin is not None:
             try:
-                _Rotation(graph, begin, node).fuse(operation, refusal)
+                _Rotation(graph, begin, node).fuse(operation, refusal, source_of)
             except NotFusedError as error:
                 reasons.append(str(error))
                 _take_out(graph, node)
@@ -162,7 +185,12 @@ class _Rotation:
         self.query, self.key = map(as_node, begin.args)
         self.positions, self.table = end.args[2:]
 
-    def fuse(self, operation: Any, refusal: Callable[[Any], str | None]) -> None:
+    def fuse(
+        self,
+        operation: Any,
+        refusal: Callable[[Any], str | None],
+        source_of: SourceOf | None,
+    ) -> None:
         """Fuse it, and take out its end.
 
         Raises:
@@ -181,6 +209,7 @@ class _Rotation:
         if any(overlap(*pair, "example_value") for pair in combinations(tensors, 2)):
             raise NotFusedError("query, key and value share memory")
         shapes = _heads(self.query, query), _heads(self.key, key)
+        source = None if source_of is None else source_of(self.graph, tensors, attend, spared)
 
         with self.graph.inserting_before(attend):
             raw = [
@@ -188,6 +217,8 @@ class _Rotation:
                 for plain, shape in zip((self.query, self.key), shapes, strict=True)
             ]
             args = (self.positions, *raw, value, self.table, name)
+            if source is not None:
+                args = source.give(self.positions, self.table, name)
             call = self.graph.call_function(operation, args)
         call.meta = dict(write.meta)
         for view, plain, rotated in zip(raw, (self.query, self.key), (query, key), strict=True):

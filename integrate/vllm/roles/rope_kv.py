@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.graph_seam import BACKENDS, GraphRewrite, graph_rewrite
@@ -71,7 +72,14 @@ class RopeKvUpdate(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        for swap in self._targets():
+        forward, *fixes = self._targets()
+        other = getattr(forward.original, "point", self.name)
+        if other != self.name:
+            raise VerificationError(
+                f"{other} is in, and {self.name} would be in its place",
+                f"revert the patch of {other} first",
+            )
+        for swap in (forward, *fixes):
             swap.must_be_the_engines()
         graph_rewrite(self.name).must_have_room()
         return f"{ROTARY}.RotaryEmbedding.forward"
@@ -81,13 +89,16 @@ class RopeKvUpdate(VllmPoint):
         keep: Any = torch.compiler.allow_in_graph  # as a node, instead of tracing into it
         for mark in rope_graph.MARKS:
             keep(mark)
-        self._operator = operator = operator_of(kernel)
-        forward, fix = self._targets()
+        self._operator = operator = operator_of(kernel, self._operator_kind())
+        forward, *fixes = self._targets()
         graph = graph_rewrite(self.name)
-        self._swaps = [forward, fix, graph]
-        forward.install(_forward(forward.original, kernel))
-        graph.install(_rewrite(operator, kernel))
-        fix.install(_fix(fix.original, operator))
+        self._swaps = [forward, *fixes, graph]
+        marked = _forward(forward.original, kernel)
+        marked.point = self.name
+        forward.install(marked)
+        graph.install(_rewrite(operator, kernel, self._source_of()))
+        for fix in fixes:
+            fix.install(_fix(fix.original, operator))
         self.name_lost_fusions()
 
     def of_role(self, layer: Any) -> bool:
@@ -105,6 +116,13 @@ class RopeKvUpdate(VllmPoint):
         if operator is not None:
             operator.kernel = None
         super().remove()
+
+    def _source_of(self) -> rope_graph.SourceOf | None:
+        """What else is fused with the rotation, if anything is."""
+        return None
+
+    def _operator_kind(self) -> type[RopeKvOperator]:
+        return RopeKvOperator
 
     def _targets(self) -> list[AttributePatch]:
         return [
@@ -151,7 +169,9 @@ def _forward(original: Any, kernel: Dispatcher) -> Any:
     return forward
 
 
-def _rewrite(operator: RopeKvOperator, kernel: Dispatcher) -> GraphRewrite:
+def _rewrite(
+    operator: RopeKvOperator, kernel: Dispatcher, source_of: rope_graph.SourceOf | None
+) -> GraphRewrite:
     resolve = sources.module("vllm.utils.torch_utils")._resolve_layer_name
 
     def refuses(name: Any) -> str | None:
@@ -163,7 +183,8 @@ def _rewrite(operator: RopeKvOperator, kernel: Dispatcher) -> GraphRewrite:
         return "a layer of unknown name" if attention is None else refusal(attention)
 
     def rewrite(graph: torch.fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-        kernel.book.reasons.update(rope_graph.fuse(graph, operator.overload, refuses))
+        reasons = rope_graph.fuse(graph, operator.overload, refuses, source_of)
+        kernel.book.reasons.update(reasons)
         there = [operator.name] if rope_graph.WRITE in splitting_ops else []
         return [*splitting_ops, *there]
 

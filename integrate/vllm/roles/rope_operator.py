@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing import reductions
@@ -46,8 +46,12 @@ class RopeKvOperator:
     """`patcher::rope_kv_<digest>`: one for each patch and process.
 
     It stays registered when the patch is taken out, since graphs that were compiled before still
-    call it. Without a kernel it runs vLLM's own rotation and write.
+    call it. Without a kernel it runs vLLM's own rotation and write. A subclass that does more in
+    the same place has a prefix and functions of its own.
     """
+
+    prefix: ClassVar[str] = "rope_kv"
+    mutates: ClassVar[tuple[str, ...]] = ("query", "key")
 
     def __init__(self, name: str) -> None:
         """Register it under a name that is not registered yet."""
@@ -60,26 +64,38 @@ class RopeKvOperator:
         self._rotate = _rotation()
         self._library = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-        def run(
-            positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
-        ) -> Any:
-            return self._run(positions, query, key, value, table, layer_name)
-
+        run, fake = self._functions()
         # the schema is built from these; vLLM would look up names in quotes
+        names = run.__code__.co_varnames[: run.__code__.co_argcount - 1]
         run.__annotations__ = {
-            **dict.fromkeys(("positions", "query", "key", "value", "table"), torch.Tensor),
+            **dict.fromkeys(names, torch.Tensor),
             **{"layer_name": utils.LayerNameType, "return": torch.Tensor},
         }
         utils.direct_register_custom_op(
             op_name=name,
             op_func=run,
-            mutates_args=["query", "key"],
-            fake_impl=_fake,
+            mutates_args=list(self.mutates),
+            fake_impl=fake,
             target_lib=self._library,
             dispatch_key="CompositeExplicitAutograd",
         )
         self.overload = getattr(torch.ops.patcher, name).default
         self.name = f"patcher::{name}"
+
+    def _functions(self) -> tuple[Any, Callable[..., torch.Tensor]]:
+        """The operator's function, whose arguments but the last are tensors, and its fake."""
+
+        def run(
+            positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
+        ) -> Any:
+            return self._run(positions, query, key, value, table, layer_name)
+
+        def fake(
+            positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
+        ) -> torch.Tensor:
+            return torch.empty(0, device=key.device, dtype=key.dtype)
+
+        return run, fake
 
     def _run(
         self,
@@ -105,21 +121,35 @@ class RopeKvOperator:
                 self.kernel.book.reasons[str(reason)] += 1
             elif self.kernel(positions, *flat, query.new_empty(0), table, slots, *caches):
                 return key.new_empty(0)
-        self._rotate(positions, flat[0], flat[1], query.shape[-1], table)
+        self._by_vllm(attention, cache, slots, positions, (query, key, value), table)
+        return key.new_empty(0)
+
+    def _by_vllm(
+        self,
+        attention: Any,
+        cache: Any,
+        slots: torch.Tensor | None,
+        positions: torch.Tensor,
+        parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        table: torch.Tensor,
+    ) -> None:
+        """vLLM's own rotation in place, and its write, of [tokens, heads, head_dim] each."""
+        query, key, value = parts
+        size = query.shape[-1]
+        self._rotate(positions, query.flatten(1), key.flatten(1), size, table)
         if slots is not None:
             attention.impl.do_kv_cache_update(attention, key, value, cache, slots)
-        return key.new_empty(0)
 
 
 OPERATORS: dict[str, RopeKvOperator] = {}
 """The registered operators by name, as lasting as PyTorch's own table of them."""
 
 
-def operator_of(kernel: Dispatcher) -> RopeKvOperator:
+def operator_of(kernel: Dispatcher, kind: type[RopeKvOperator] = RopeKvOperator) -> RopeKvOperator:
     """The operator of a patch, with its kernel in."""
-    name = f"rope_kv_{kernel.book.digest[:12]}"
+    name = f"{kind.prefix}_{kernel.book.digest[:12]}"
     if name not in OPERATORS:
-        OPERATORS[name] = RopeKvOperator(name)
+        OPERATORS[name] = kind(name)
     OPERATORS[name].kernel = kernel
     return OPERATORS[name]
 
@@ -181,9 +211,3 @@ def _rotation() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torc
         key.copy_(rotated[1])
 
     return by_kernel if platform.is_cuda() else by_torch
-
-
-def _fake(
-    positions: Any, query: Any, key: Any, value: Any, table: Any, layer_name: Any
-) -> torch.Tensor:
-    return torch.empty(0, device=key.device, dtype=key.dtype)

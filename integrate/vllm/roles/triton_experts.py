@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import AttributePatch
 
 TRITON: Mapping[str, str] = {"moe_backend": "triton"}
 """The backend of these experts; on compute capability 9.0 it is the default, too."""
@@ -35,25 +32,3 @@ class TritonExperts(VllmPoint):
         if layer.routed_experts.expert_map is not None:
             return "experts shared by several ranks"
         return None
-
-
-class TritonFunction(TritonExperts):
-    """A patch point at one function, which the experts look up at every call."""
-
-    module: ClassVar[str]
-    function: ClassVar[str]
-
-    def find(self) -> str:
-        sources.must_be_as_read(self.name, self.parts)
-        AttributePatch(sources.module(self.module), self.function).must_be_the_engines()
-        return f"{self.module}.{self.function}"
-
-    def install(self, kernel: Dispatcher) -> None:
-        self.find()
-        swap = AttributePatch(sources.module(self.module), self.function)
-        swap.install(self._replacement(kernel, swap.original))
-        self._swaps = [swap]
-
-    @abstractmethod
-    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
-        """The replacement of the function."""

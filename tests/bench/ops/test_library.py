@@ -41,10 +41,12 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
+    "add_rms_norm_route",
     *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
     *("gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode", "mla_decode"),
     *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
-    *("qk_norm_rope", "quantize_fp8", "reduce_add_rms_norm", "rms_norm", "rms_norm_quant_fp8"),
+    *("qk_norm_rope", "qkv_rope_kv_update", "quantize_fp8", "reduce_add_rms_norm", "rms_norm"),
+    "rms_norm_quant_fp8",
     *("rope", "rope_kv_update", "sample_argmax", "sample_top_k_top_p", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
@@ -339,6 +341,8 @@ SETTINGS = JudgeSettings(
     baseline="eager", pairs=3, points=2, threads=1, calls=40, lives_s=0.0, timeout_s=20
 )
 WRONG = {
+    # by logits before they were rounded
+    "add_rms_norm_route": ("bits = logits.float()", "bits = (logits.float() + 1e-3 * sums)"),
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
     # what the state held before it decayed
@@ -379,6 +383,8 @@ WRONG = {
     "moe_topk": ("order.values[:, :top_k].float(), 1)", "order.values.float(), 1)[:, :top_k]"),
     # the norm of the whole row
     "qk_norm_rope": ("heads.pow(2).mean(-1, keepdim", "heads.pow(2).mean((1, 2), keepdim"),
+    # the values' weight for keys, too
+    "qkv_rope_kv_update": ("turned[:, -kv_heads:][there]", "heads[:, -kv_heads:][there]"),
     # the largest of another fp8
     "quantize_fp8": ("numbers.clamp(-448.0, 448.0)", "numbers.clamp(-240.0, 240.0)"),
     # a row that is skipped may hold NaN

@@ -196,6 +196,15 @@ PLACES = {
         "vllm.compilation.backends:split_graph",
         "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
     ],
+    "qkv_rope_kv": [
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward",
+        "vllm.compilation.backends:split_graph",
+    ],
+    "add_norm_route": [
+        "vllm.compilation.backends:split_graph",
+        "triton_kernels.routing:routing",
+        f"{RUNNER}:MoERunner.forward",
+    ],
     "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
