@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_asking import Asking, model_of, request
 from batch_servers import MODELS, TOKENS, Batch, BatchServer, all_answered, batch_server
-from model_servers import KEY, Slept
+from model_servers import KEY
 from tried_sample import OP, judged
 
 from patcher.agent import run_loop
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, UsageError, WaitingError
 from patcher.bench import load_op as open_op
-from patcher.models import Model, ModelError, Reply, Request, open_model
+from patcher.models import ModelError, Reply, Request
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Account, SpendingLimits
+from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import ModelClient
 from patcher.models.prices import price
 from patcher.models.registry import ModelEntry
@@ -41,46 +42,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[BatchSer
             monkeypatch.setenv(f"{name}_API_KEY", KEY)
             monkeypatch.setenv(f"{name}_BASE_URL", found.url + path)
         yield found
-
-
-def request(step: str = "a") -> Request:
-    return Request(
-        step=step, role="generate", system="You write.", prompt=f"Write {step}.", max_tokens=4000
-    )
-
-
-def model_of(api: str, run: Run, **more: Any) -> Model:
-    entry = ModelEntry.model_validate(
-        {"provider": api, "model": MODELS[api], "batch": True, **more}
-    )
-    return open_model("mine", run.path, {"mine": entry})
-
-
-class Asking:
-    """One process of a run."""
-
-    def __init__(self, run: Run, api: str, ceilings: SpendingLimits | None = None) -> None:
-        self.said: list[str] = []
-        self.slept = Slept()
-        self.budget = Budget(run, ceilings or SpendingLimits(usd=5.0))
-        self.client = ModelClient(self.budget, clock=self.slept.clock, say=self.said.append)
-        self.model = model_of(api, run)
-
-    def __call__(self, *steps: str) -> list[Reply | None]:
-        """The replies that are there, and what is not there sent."""
-        found: list[Reply | None] = []
-        for step in steps:
-            try:
-                found.append(self.client.ask(self.model, request(step)).reply)
-            except WaitingError:
-                found.append(None)
-        if None in found:
-            self.client.answered()
-        return found
-
-    @property
-    def account(self) -> Account:
-        return self.budget.account
 
 
 def half(api: str) -> float:
@@ -173,8 +134,7 @@ class TestABatch:
 _KILLED = """
 import sys
 from pathlib import Path
-from batch_servers import MODELS
-from test_batches import Asking
+from batch_asking import Asking
 from patcher.runs.run import Run
 Asking(Run.open(Path(sys.argv[1])), sys.argv[2])("a", "b")
 """
@@ -189,8 +149,8 @@ class TestAKill:
         for number in range(beside):  # of another run with the same account
             server.batches.append(Batch(api, f"other_{number}", {f"x-{n}": {} for n in (0, 1)}))
             server.lines = lambda batch: b"" if batch.name[0] == "o" else all_answered(batch)
-        folders = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
-        code = f"import sys; sys.path[:0] = {folders}\n{_KILLED}"
+        folder = str(Path(__file__).parents[2] / "support")
+        code = f"import sys; sys.path.insert(0, {folder!r})\n{_KILLED}"
         process = subprocess.Popen([sys.executable, "-P", "-c", code, str(run.path), api])
         server.kills = process.pid
         assert process.wait(120) == -9
