@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_ROUTE = runpy.run_path(str(Path(__file__).parent.parent / "moe_route" / "reference.py"))
-
-_TABLES = (
-    *("gate_scales", "gather_index", "scatter_index", "histogram", "token_offsets"),
-    *("tile_offsets", "tile_map"),
-)
+BLOCKS = (16, 32, 64, 128)
+"""Rows of a tile of the grouped matmul."""
 _PARTS = 16
 """The number of parts into which the control splits each sum of the router."""
 
@@ -49,10 +43,9 @@ def reference(
 
 def derived(logits: Tensor, **others: Any) -> dict[str, Tensor]:
     """What the written logits determine: the routing of moe_route, as float64."""
-    tables: dict[str, Tensor] = _ROUTE["reference"](
-        logits, **{name: others[name] for name in _TABLES}
-    )
-    return tables
+    top_k = len(others["gather_index"]) // len(logits)
+    found = _routed(logits, top_k, others["tile_map"].shape[1], torch.float64)
+    return {name: value.double() for name, value in found.items()}
 
 
 def control(
@@ -77,4 +70,44 @@ def control(
         sums = (sums.float() + left.float() @ right.float().T).to(narrow)
     found = {"input": normed.to(input.dtype), "residual": total.to(residual.dtype)}
     found["logits"] = sums.to(logits.dtype)
-    return found | _ROUTE["control"](found["logits"], **tables)
+    top_k = len(tables["gather_index"]) // len(logits)
+    routed = _routed(found["logits"], top_k, tables["tile_map"].shape[1], narrow)
+    routed["gate_scales"] = routed["gate_scales"].to(tables["gate_scales"].dtype)
+    return found | routed
+
+
+def _routed(logits: Tensor, top_k: int, tiles: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    experts = logits.shape[1]
+    bits = logits.float().view(torch.int32)
+    # ascending as whole numbers where the floats ascend: below 0, the larger the bits the smaller
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    chosen = torch.argsort(order, dim=1, descending=True, stable=True)[:, :top_k].sort(1).values
+    # step by step, so that each intermediate is rounded to dtype
+    picked = logits.gather(1, chosen).to(dtype)
+    weights = (picked - picked.amax(1, keepdim=True)).exp()
+    total = torch.zeros_like(weights[:, :1])
+    for k in range(top_k):
+        total = total + weights[:, k : k + 1]
+    flat = chosen.flatten()
+    gather = torch.argsort(flat, stable=True)
+    histogram = torch.nn.functional.one_hot(flat, experts).sum(0)
+    tile_counts = torch.stack([(histogram + block - 1) // block for block in BLOCKS])
+    tile_map = torch.full((len(BLOCKS), tiles), -1, dtype=torch.int64, device=logits.device)
+    for row, counts in zip(tile_map, tile_counts, strict=True):
+        expert = torch.repeat_interleave(torch.arange(experts, device=row.device), counts)
+        first = (counts.cumsum(0) - counts)[expert]
+        block = torch.arange(len(expert), device=row.device) - first
+        row[: len(expert)] = block * 65536 + expert
+    return {
+        "gate_scales": (weights / total).flatten()[gather],
+        "gather_index": gather.int(),
+        "scatter_index": torch.argsort(gather).int(),
+        "histogram": histogram.int(),
+        "token_offsets": _exclusive(histogram).int(),
+        "tile_offsets": _exclusive(tile_counts).int(),
+        "tile_map": tile_map.int(),
+    }
+
+
+def _exclusive(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(-1), (1, 0))

@@ -1,7 +1,7 @@
 # Op: moe_topk: each token's top_k experts, the largest logit first (equal ones: the smaller expert
 #   first), and the softmax over those logits in float32.
 # Arguments: logits[T: tokens, n_experts], scores[S: tokens, top_k], experts[I: tokens, top_k]; T:
-#   bfloat16 or float16 or float32; S: =T or float32; I: int64 or int32
+#   bfloat16 or float16 or float32; S: T or float32; I: int64 or int32
 # Writes: scores, experts
 # Needs: PyTorch alone; shipped for the CPU; any size.
 # Idea: none beyond PyTorch's: a stable sort and a softmax over what it puts first. It is here to be
