@@ -201,6 +201,9 @@ class Contract(Record):
     cost: Cost
     symbols: tuple[Symbol, ...] = ()
     patch_points: tuple[PatchPointSpec, ...] = ()
+    reads: tuple[str, ...] = ()
+    """Files of other ops that this one's inputs and baselines run, by their path in the folder of
+    ops; they are part of `Op.digest`."""
 
     @model_validator(mode="after")
     def _known_dtypes(self) -> Contract:

@@ -56,11 +56,19 @@ class Op:
     @cached_property
     def digest(self) -> str:
         """sha256 of everything that determines a verdict: contract, reference, inputs and
-        baselines.
+        baselines, and what these run of other ops.
+
+        Raises:
+            UsageError: the contract names a file of another op that is not there.
         """
         found = hashlib.sha256()
-        for name in ("op.toml", "reference.py", "inputs.py", "baselines.py"):
-            content = (self.folder / name).read_bytes()
+        own = ("op.toml", "reference.py", "inputs.py", "baselines.py")
+        files = {name: self.folder / name for name in own}
+        files |= {name: self.folder.parent / name for name in self.contract.reads}
+        for name, path in files.items():
+            if name in self.contract.reads and not path.is_file():
+                raise UsageError(f"{self.folder / 'op.toml'} reads {name}, which is not there")
+            content = path.read_bytes()
             found.update(f"{name}\0{len(content)}\0".encode() + content)
         return found.hexdigest()
 

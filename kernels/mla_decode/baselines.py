@@ -79,10 +79,10 @@ def flashinfer(device: str) -> Baseline:
     """vLLM 0.33.0, FlashInferMLAImpl.forward_mqa: its first choice on Blackwell."""
     if device != "cuda":
         raise ImportError("flashinfer's kernel needs a CUDA device")
-    if torch.cuda.get_device_capability()[0] != 10:
-        raise ImportError("flashinfer's kernel is for compute capability 10.x")
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
 
+    if torch.cuda.get_device_capability()[0] != 10:
+        raise ImportError("flashinfer's kernel is for compute capability 10.x")
     workspace = torch.zeros(128 << 20, dtype=torch.int8, device=device)
 
     def run(*given: Any) -> tuple[Tensor]:

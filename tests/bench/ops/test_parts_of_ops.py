@@ -1,0 +1,114 @@
+"""Ops over several others: what they run of those is in their digest, and means the same."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patcher.bench import Op, UsageError, load_op, load_ops
+
+BLOCKS = ("add_rms_norm_route", "qkv_rope_kv_update")
+JUDGED_WITHOUT = {"moe_matmul_down", "reduce_add_rms_norm"}
+"""Their committed verdicts are of digests of their own files alone."""
+
+
+def run_of_others(op: Op, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The files of other ops that its own files run, solutions among them."""
+    found = set[str]()
+    real = runpy.run_path
+
+    def run(path: str, **more: Any) -> dict[str, Any]:
+        file = Path(path).resolve()
+        if op.folder.resolve() not in file.parents:
+            found.add(str(file.relative_to(op.folder.resolve().parent)))
+        if "solutions" in file.parts:
+            return defaultdict(lambda: print)  # its kernels need a GPU
+        return real(path, **more)
+
+    monkeypatch.setattr(runpy, "run_path", run)
+    for name in ("reference.py", "inputs.py", "baselines.py"):
+        loaded = run(str(op.folder / name))
+        runs_files = "run_path" in (op.folder / name).read_text()
+        for factory in loaded.get("BASELINES", {}).values() if runs_files else ():
+            with contextlib.suppress(ImportError):  # an engine that is not here
+                factory("cuda")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(load_ops().keys() - JUDGED_WITHOUT))
+def test_what_an_op_runs_of_others_is_in_its_digest(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = load_op(name)
+    assert run_of_others(op, monkeypatch) == set(op.contract.reads)
+    assert bool(op.contract.reads) == (name in BLOCKS)
+
+
+def test_another_file_of_a_part_is_another_op(tmp_path: Path) -> None:
+    library = load_op(BLOCKS[0]).folder.parent
+    for name in (BLOCKS[0], "fused_add_rms_norm", "linear", "moe_route"):
+        shutil.copytree(library / name, tmp_path / name)
+    before = Op(tmp_path / BLOCKS[0]).digest
+    assert before == load_op(BLOCKS[0]).digest
+    inputs = tmp_path / "moe_route" / "inputs.py"
+    inputs.write_text(f"{inputs.read_text()}\n")
+    assert Op(tmp_path / BLOCKS[0]).digest != before
+    inputs.unlink()
+    with pytest.raises(UsageError, match=r"reads moe_route/inputs\.py, which is not there"):
+        _ = Op(tmp_path / BLOCKS[0]).digest
+
+
+def in_turn(name: str, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The block's result by the references of its parts."""
+    part = {each: load_op(each).reference for each in _PARTS[name]}
+    if name == "add_rms_norm_route":
+        tables = {
+            each: given[each]
+            for each in (tensor.name for tensor in load_op("moe_route").contract.written)
+        }
+        norm = part["fused_add_rms_norm"](
+            given["input"], given["residual"], given["weight"], given["epsilon"]
+        )
+        wide = norm["input"], given["router_weight"], given["router_bias"], given["logits"]
+        logits = part["linear"](*wide)["output"]
+        routed = part["moe_route"](logits.to(given["logits"].dtype), **tables)
+        return {**norm, "logits": logits, **routed}
+    row = part["linear"](given["x"], given["weight"], given["bias"], given["x"])["output"]
+    kv = given["key_cache"].shape[2] * given["key_cache"].shape[3]
+    query, key, value = row.split([given["query"].shape[1], kv, kv], 1)
+    rest = {each: given[each] for each in ("positions", "cos_sin", "slots")}
+    caches = {each: given[each] for each in ("key_cache", "value_cache")}
+    none = row.new_empty(0)
+    found: dict[str, Tensor] = part["rope_kv_update"](
+        query=query, key=key, value=value, bias=none, **rest, **caches
+    )
+    return found
+
+
+_PARTS = {
+    "add_rms_norm_route": ("fused_add_rms_norm", "linear", "moe_route"),
+    "qkv_rope_kv_update": ("linear", "rope_kv_update"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_reference_of_a_block_is_that_of_its_parts_in_turn(name: str) -> None:
+    op = load_op(name)
+    point = op.sweep("cpu").points()[2]
+    for regime in op.inputs.REGIMES:
+        generator = torch.Generator().manual_seed(3)
+        given = op.inputs.make(point, generator, regime)
+        scalars = {scalar.name: scalar.value for scalar in op.contract.scalars}
+        found = op.reference(**given, **scalars)
+        expected = in_turn(name, {**given, **scalars})
+        assert found.keys() == expected.keys()
+        for each, value in expected.items():
+            torch.testing.assert_close(found[each], value, rtol=1e-12, atol=1e-12, msg=regime)
