@@ -51,7 +51,7 @@ from patcher.bench.ops.contract import (
     TensorSpec,
 )
 from patcher.bench.ops.dtypes import DTYPES, Dtype
-from patcher.bench.ops.header import comment_mark, header_form, header_hint
+from patcher.bench.ops.header import comment_mark, header_form, header_hint, read_header
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops, sweep_named
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
@@ -170,6 +170,7 @@ __all__ = [
     "preset_problems",
     "presets",
     "problem",
+    "read_header",
     "read_samples",
     "read_source",
     "relayed",

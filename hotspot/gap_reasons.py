@@ -37,16 +37,21 @@ class Answers:
             return "closed", _shipped(spot.op)
         if spot is not None and spot.refusal:
             return "untried", f"no patch point takes it in this model: {spot.refusal}"
+        plain = spot.op if spot is not None else None
         for name in _role_ops(role):
             points, refusal = self._served.places_of(load_ops()[name])
-            if points and not refusal and ships(load_ops()[name]):
-                return "closed", _shipped(name)
+            if points and not refusal:
+                if ships(load_ops()[name]):
+                    return "closed", _shipped(name)
+                plain = plain or name
         if kernel.operation == "communication":
             return "infeasible", "topology and message size determine communication"
         if "closed" in kernel.origin:
             return "infeasible", "closed source: only another call can replace it"
         if kernel.origin == "unknown":
             return "unexplained", "whose kernel it is, is not known"
+        if plain is not None:
+            return "untried", f"{kernel.origin}, and no kernel of op {plain} was timed"
         return "untried", f"{kernel.origin}, and no op of the library covers it"
 
     def without_kernels(self, kind: str) -> tuple[GapStatus, str]:

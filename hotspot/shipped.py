@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from patcher.bench import Language, Op, load_ops
+from patcher.bench import Language, Op, SolutionInfo, comment_mark, load_ops, read_header
 from patcher.bench.toolchains.ptx_source import kernel_names
 from patcher.hotspot.names import normalise
 
@@ -17,6 +17,8 @@ _CUDA = re.compile(
 )
 _TRITON = re.compile(r"^@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (?P<kernel>\w+)", re.MULTILINE)
 _ANONYMOUS = r"\(anonymous\)"
+_UNTIMED = "not measured."
+"""What the header of a kernel says of its figures where there are none."""
 
 
 @cache
@@ -27,8 +29,15 @@ def op_of_kernel(name: str) -> Op | None:
 
 
 def ships(op: Op) -> bool:
-    """Whether the library has a GPU kernel of an op."""
-    return any(info.device == "cuda" for info, _ in op.solutions())
+    """Whether the library has a GPU kernel of an op that was timed: a plain one without figures
+    closes no gap."""
+    return any(info.device == "cuda" and _was_timed(op, info) for info, _ in op.solutions())
+
+
+def _was_timed(op: Op, info: SolutionInfo) -> bool:
+    folder = op.folder / "solutions" / info.name
+    source = (folder / f"{op.name}{info.language.traits.suffix}").read_text(encoding="utf-8")
+    return read_header(source, comment_mark(info.language.in_python)).get("Figures") != _UNTIMED
 
 
 @cache
