@@ -152,7 +152,9 @@ class BatchEndpoint(ABC):
         for _ in range(MOST_PAGES):
             page = self.document(call(limit=100, **more))
             data = page.get("data")
-            entries = [each for each in data if isinstance(each, dict)] if data else []
+            if not isinstance(data, list):  # an empty one would say that nothing was sent
+                raise _broken("the server's list of batches is none")
+            entries = [each for each in data if isinstance(each, dict)]
             for each in entries:
                 created = created_s(each)
                 if created is not None and created < since_s - SKEW_S:

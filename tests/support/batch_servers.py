@@ -95,6 +95,8 @@ class BatchServer(ThreadingHTTPServer):
         """Answers to the next POSTs, in place of taking them."""
         self.kills: int | None = None
         """The process that is killed once a batch of its own was taken."""
+        self.listing: dict[str, Any] = {}
+        """What else its list of batches says."""
         self.looks = 0
         self.paths: list[str] = []
 
@@ -177,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         if path.endswith("/batches"):
             listed = [self.server.shown(each) for each in reversed(self.server.batches)]
-            self._say(200, {"data": listed, "has_more": False})
+            self._say(200, {"data": listed, "has_more": False, **self.server.listing})
         else:
             self._say(404, {"error": {"type": "not_found_error", "message": "no such thing"}})
 

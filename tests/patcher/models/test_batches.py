@@ -199,6 +199,20 @@ class TestAKill:
         assert asking.account.unknown.usd == 0
         assert len(server.batches) == 1
 
+    @pytest.mark.parametrize("data", [None, 5, "b", {"b": {}}])
+    def test_a_list_that_is_none_never_says_that_nothing_was_sent(
+        self, api: str, server: BatchServer, run: Run, data: object
+    ) -> None:
+        server.refusals = [(502, {}), (502, {})]
+        with pytest.raises(ModelError):
+            Asking(run, api)("a")
+        server.refusals, server.listing = [], {"data": data}
+        asking = Asking(run, api)
+        with pytest.raises(ModelError, match="list of batches"):
+            asking("a")
+        assert asking.account.set_aside.usd > 0
+        assert server.batches == []
+
 
 def one_by_one(**first: Any) -> Any:
     """Results of which the first question has no reply."""
