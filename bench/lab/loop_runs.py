@@ -12,6 +12,7 @@ from patcher.attempts import Attempt
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.bench.judge.evaluation import geomean
 from patcher.bench.stats.intervals import half_width
+from patcher.bench.stats.shares import wilson
 from patcher.models.ceilings import account
 from patcher.plan import RunPlan
 from patcher.runs.run import Run
@@ -202,7 +203,5 @@ def median_of(values: Sequence[float]) -> Estimated:
 
 def share_of(count: int, of: int) -> Estimated:
     """A share, with Wilson's interval."""
-    z, share = 1.959964, count / of
-    centre = (share + z * z / (2 * of)) / (1 + z * z / of)
-    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return Estimated(value=share, low=max(centre - half, 0.0), high=min(centre + half, 1.0))
+    low, high = wilson(count / of, of)
+    return Estimated(value=count / of, low=low, high=high)

@@ -19,16 +19,16 @@ import torch
 from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import (
-    engines_add_norm,
-    must_allow_another,
-    must_not_split_sequences,
-)
+from patcher.integrate.vllm.engine import engines_add_norm
 from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
 from patcher.integrate.vllm.roles import route_graph
 from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
-from patcher.integrate.vllm.roles.experts_to_norm import counted, place_of_forward, top_k_of
+from patcher.integrate.vllm.roles.fused_experts import (
+    FusedExperts,
+    counted,
+    place_of_forward,
+    top_k_of,
+)
 from patcher.integrate.vllm.roles.linear import Linear, engines_own
 from patcher.integrate.vllm.roles.router import (
     Routing,
@@ -37,12 +37,12 @@ from patcher.integrate.vllm.roles.router import (
     place_of_routing,
     routed,
 )
-from patcher.integrate.vllm.roles.triton_experts import TritonExperts
+from patcher.integrate.vllm.swap import SharedPatch
 
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 
 
-class AddNormRoute(TritonExperts):
+class AddNormRoute(FusedExperts):
     """Every layer of Triton experts whose router is a plain linear layer of the norm before it."""
 
     name: ClassVar[str] = "add_norm_route"
@@ -64,19 +64,9 @@ class AddNormRoute(TritonExperts):
         )
     )
 
-    def __init__(self, target: Any = None) -> None:
-        super().__init__(target)
-        self._library: Any = None
-        """The library that owns the operator."""
-
-    def find(self) -> str:
-        sources.must_be_as_read(self.name, self.parts)
-        must_allow_another("norm")
-        must_not_split_sequences()
-        for place in (graph_rewrite(self.name), place_of_routing(self.name)):
-            place.must_have_room()
-        place_of_forward(self.name).must_have_room()
-        return f"{BACKENDS}.split_graph"
+    def _places(self) -> list[SharedPatch]:
+        places = graph_rewrite, place_of_routing, place_of_forward
+        return [place(self.name) for place in places]
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
@@ -90,21 +80,7 @@ class AddNormRoute(TritonExperts):
             kernel.book.reasons.update(known)
             return splitting_ops
 
-        graphs, routing = graph_rewrite(self.name), place_of_routing(self.name)
-        forward = place_of_forward(self.name)
-        self._swaps = [graphs, routing, forward]
-        graphs.install(rewrite)
-        routing.install(kept.take)
-        forward.install(counted(kernel))
-        self.name_lost_fusions()
-
-    def remove(self) -> None:
-        library, self._library = self._library, None
-        try:
-            super().remove()
-        finally:
-            if library is not None:
-                library._destroy()
+        self._put_in(rewrite, kept.take, counted(kernel))
 
 
 class _Routed:

@@ -19,19 +19,18 @@ from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import (
-    engines_add_norm,
-    forward_context,
-    must_allow_another,
-    must_not_split_sequences,
-)
+from patcher.integrate.vllm.engine import engines_add_norm
 from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
 from patcher.integrate.vllm.roles import experts_graph
 from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
 from patcher.integrate.vllm.roles.experts_graph import FusedOperators
 from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
-from patcher.integrate.vllm.roles.graph_reads import NotFusedError
-from patcher.integrate.vllm.roles.triton_experts import TritonExperts
+from patcher.integrate.vllm.roles.fused_experts import (
+    FusedExperts,
+    counted,
+    place_of_forward,
+    top_k_of,
+)
 from patcher.integrate.vllm.swap import SharedPatch
 
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
@@ -43,7 +42,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 none."""
 
 
-class ExpertsToNorm(TritonExperts):
+class ExpertsToNorm(FusedExperts):
     """Every layer's experts, and the norm of the layer after it or of the model."""
 
     name: ClassVar[str] = "experts_to_norm"
@@ -66,19 +65,9 @@ class ExpertsToNorm(TritonExperts):
         f"{_EXPERTS}:triton_kernel_fused_experts",
     )
 
-    def __init__(self, target: Any = None) -> None:
-        super().__init__(target)
-        self._library: Any = None
-        """The library that owns the experts' operator."""
-
-    def find(self) -> str:
-        sources.must_be_as_read(self.name, self.parts)
-        must_allow_another("norm")
-        must_not_split_sequences()
-        graph_rewrite(self.name).must_have_room()
-        place_of_sums(self.name).must_have_room()
-        place_of_forward(self.name).must_have_room()
-        return f"{BACKENDS}.split_graph"
+    def _places(self) -> list[SharedPatch]:
+        places = graph_rewrite, place_of_sums, place_of_forward
+        return [place(self.name) for place in places]
 
     def applies(self, layer: Any) -> str | None:
         return "shared experts" if layer._shared_experts is not None else super().applies(layer)
@@ -96,75 +85,7 @@ class ExpertsToNorm(TritonExperts):
             kernel.book.reasons.update(known)
             return splitting_ops
 
-        graphs, sums = graph_rewrite(self.name), place_of_sums(self.name)
-        forward = place_of_forward(self.name)
-        self._swaps = [graphs, sums, forward]
-        graphs.install(rewrite)
-        sums.install(unsummed.take)
-        forward.install(counted(kernel))
-        self.name_lost_fusions()
-
-    def remove(self) -> None:
-        library, self._library = self._library, None
-        try:
-            super().remove()
-        finally:
-            if library is not None:
-                library._destroy()
-
-
-def top_k_of(point: TritonExperts, name: Any, index: int) -> int:
-    """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`.
-
-    Args:
-        point: the point, which may not apply to the layer.
-        name: the layer's name, as its operator is given it.
-        index: the place of the call among all calls of experts.
-
-    Raises:
-        NotFusedError: the layer is unknown, or the point does not apply to it.
-    """
-    runner, context = sources.module(_RUNNER), forward_context()
-    known = {} if context is None else context.no_compile_layers
-    given = None if name is None else runner._resolve_layer_name(name)
-    if given == "from_forward_context" and context is not None:
-        # experts are counted in the order of their calls
-        given = context.all_moe_layers[index]
-    layer = known.get(given)
-    if layer is None:
-        raise NotFusedError("experts of an unknown layer")
-    if (reason := point.applies(layer)) is not None:
-        raise NotFusedError(reason)
-    top_k: int = layer.moe_config.experts_per_token
-    return top_k
-
-
-def place_of_forward(point: str) -> SharedPatch:
-    """The place of what a point counts at `MoERunner.forward`, a function without arguments.
-
-    Args:
-        point: the name of the patch point.
-    """
-    return SharedPatch(sources.module(_RUNNER).MoERunner, "forward", point, _counting)
-
-
-def counted(kernel: Dispatcher) -> Callable[[], None]:
-    """Counts a call that is in no graph of the engine's compiler."""
-
-    def count() -> None:
-        kernel.book.reasons["not in a graph that vLLM compiles"] += 1
-
-    return count
-
-
-def _counting(original: Any, parts: dict[str, Callable[[], None]]) -> Any:
-    def forward(runner: Any, *args: Any, **more: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            for count in list(parts.values()):
-                count()
-        return original(runner, *args, **more)
-
-    return forward
+        self._put_in(rewrite, unsummed.take, counted(kernel))
 
 
 class _Unsummed:
