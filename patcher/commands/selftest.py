@@ -21,9 +21,6 @@ from patcher.commands.console import (
     write_out,
 )
 
-EVERY = 20
-"""Number of cases per line of progress where there is no terminal."""
-
 if TYPE_CHECKING:  # every other command starts without the judge
     from patcher.bench.selftest.corpus import CaseResult
     from patcher.bench.selftest.mutations import Killed
@@ -74,27 +71,20 @@ def selftest(
     output = Output(as_json)
     chosen = pick_device(device)
     with output.progress() as bar:
-        report = bar if output.err.is_terminal else partial(_lines, output)
         if mutations:
             from patcher.bench.selftest.mutations import survived
 
-            killed = list(survived(chosen, report, only, corpus))
+            killed = list(survived(chosen, bar, only, corpus))
             document = {"mutations": [each.model_dump(mode="json") for each in killed]}
             output.emit(document, mutation_table(killed))
             return 0 if killed and all(each.killed for each in killed) else 5
         from patcher.bench.selftest.scorecard import score
 
         keep = None if out is None else partial(write_out, out)
-        card = score(chosen, only, report, corpus, keep)
+        card = score(chosen, only, bar, corpus, keep)
     write_out(out, card)
     output.emit(card, *shown(card))
     return 0 if card.ok else 5
-
-
-def _lines(output: Output, stage: str, done: int, total: int) -> None:
-    """Progress where there is no terminal for a bar."""
-    if done % EVERY == 0 or done == total:
-        output.err.print(f"{stage}: {done}/{total}", highlight=False)
 
 
 def shown(card: ScoreCard) -> list[Table | Text]:

@@ -1,7 +1,8 @@
-"""The progress bar of a command."""
+"""The progress of a command: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+LINE_EVERY_S = 30.0
+"""Where there is no terminal, a stage is told when it begins and so often after that."""
+
 
 @contextmanager
 def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
@@ -30,10 +34,14 @@ def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=quiet or not (console.is_terminal or console.is_jupyter),
+        disable=quiet or not _live(console),
     )
     with progress:
         yield StageBar(progress, console, quiet)
+
+
+def _live(console: Console) -> bool:
+    return console.is_terminal or console.is_jupyter
 
 
 class StageBar:
@@ -43,13 +51,19 @@ class StageBar:
         self._progress, self._console, self._quiet = progress, console, quiet
         self._task = progress.add_task("starting", total=None)
         self._stage = ""
+        self._lines = not (quiet or _live(console))
+        self._told_s = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """What stands in brackets after a stage is a note, which may change within it."""
         name = stage.partition(" (")[0]
-        if name != self._stage:
+        begins = name != self._stage
+        if begins:
             self._stage = name
             self._progress.reset(self._task)
+        if self._lines and (begins or time.monotonic() - self._told_s >= LINE_EVERY_S):
+            self._told_s = time.monotonic()
+            self.say(Text(f"{stage}: {done} of {total}" if total else stage))
         self._progress.update(self._task, description=stage, completed=done, total=total)
 
     def say(self, line: str | Text) -> None:
