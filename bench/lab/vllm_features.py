@@ -1,7 +1,7 @@
 """What people switch on in vLLM, stock and patched: `python -m patcher.bench.lab.vllm_features OUT
 BUNDLE...`, on a GPU host.
 
-Each feature is served by two layers of gpt-oss-20b with random weights in three processes: stock,
+Each feature is served by two layers of a model with random weights in three processes: stock,
 patched, and stock without compilation or graphs as the reference. Logits over the same tokens are
 compared as in every verdict (`patcher.bench.ab.quality`), after what the feature does, such as a
 sleep, with the reference's before it; an engine that is to run eagerly is held to a compiled one.
@@ -40,7 +40,7 @@ from patcher.integrate import (
     unpacked,
 )
 
-MODEL, LAYERS, STEPS = "gpt-oss-20b", 2, 24
+MODEL, DENSE, LAYERS, STEPS = "gpt-oss-20b", "qwen3-8b", 2, 24
 ARMS = ("stock", "patched", "reference")
 MEMORY_SHARE = 0.75
 """Of the GPU's memory, for all processes at a time."""
@@ -68,6 +68,7 @@ class Feature:
     """Whether every second request has a LoRA adapter."""
     checkpoint: bool = False
     """Whether the weights come from disk, from where they can be loaded again."""
+    model: str = MODEL
     tokens_alone: bool = False
     """Whether tokens are compared, not logits."""
     gpus: int = 1
@@ -115,6 +116,9 @@ FEATURES = {
     "sleep 2, wake, reload": Feature(
         {"enable_sleep_mode": True}, then=_sleep_and_load, checkpoint=True
     ),
+    "sleep 2, wake, reload, dense model": Feature(
+        {"enable_sleep_mode": True}, then=_sleep_and_load, checkpoint=True, model=DENSE
+    ),
     "LoRA, every second request": Feature(
         {"enable_lora": True, "max_lora_rank": RANK}, adapters=True
     ),
@@ -152,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = given.only or here
     if unknown := [name for name in names if name not in FEATURES]:
         parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
-    write_model(out, on_disk=any(FEATURES[name].checkpoint for name in names))
+    for model, on_disk in {(FEATURES[name].model, FEATURES[name].checkpoint) for name in names}:
+        write_model(folder_of(out, model, on_disk), model, on_disk)
     with ExitStack() as kept:
         patches = [Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles]
         return compare(out, names, patches, given.jobs, given.engine_arg)
@@ -181,16 +186,21 @@ def compare(
     return 0 if all(found["outcome"] != "wrong" for found in cells.values()) else 1
 
 
-def write_model(out: Path, on_disk: bool = False) -> None:
-    """Write the config.json of the first layers of `MODEL`, and a checkpoint of them if asked."""
-    config = full_config(MODEL)
+def write_model(folder: Path, model: str, on_disk: bool) -> None:
+    """Write the config.json of a model's first layers, and a checkpoint of them if asked."""
+    config = full_config(model)
     kinds = config.get("layer_types")
     config |= {"num_hidden_layers": LAYERS, "layer_types": kinds and kinds[:LAYERS]}
-    (out / "model").mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**config, "torch_dtype": "bfloat16"})
-    (out / "model/config.json").write_text(text, encoding="utf-8")
-    if on_disk and not (out / "checkpoint/config.json").exists():
-        write_checkpoint(out / "checkpoint", config)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not on_disk:
+        text = json.dumps({**config, "torch_dtype": "bfloat16"})
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    elif not (folder / "config.json").exists():
+        write_checkpoint(folder, config)
+
+
+def folder_of(out: Path, model: str, on_disk: bool) -> Path:
+    return out / ("checkpoint" if on_disk else "model") / model
 
 
 def start(
@@ -221,7 +231,7 @@ def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> N
 
     feature = FEATURES[name]
     workload = Workload(
-        model=str(out / ("checkpoint" if feature.checkpoint else "model")),
+        model=str(folder_of(out, feature.model, feature.checkpoint)),
         weights="local" if feature.checkpoint else "random",
         engine="vllm",
         device="cuda",
@@ -241,7 +251,7 @@ def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> N
     await_engine("vllm")
     engine = VllmEngine(workload, arguments)
     if feature.adapters:
-        text = (out / "model/config.json").read_text(encoding="utf-8")
+        text = (Path(workload.model) / "config.json").read_text(encoding="utf-8")
         give_adapters(engine, out / "adapter", json.loads(text))
     prompts = engine.prompts(1)
     forced_at = place(out, name, "stock") / "tokens.pt"
@@ -291,18 +301,21 @@ def cell(out: Path, name: str, patches: Sequence[Patch]) -> dict[str, Any]:
         )
         why = f"{100 * same:.0f} % of greedy tokens agree, {100 * first:.0f} % of the first"
         return found("right" if first > 0.8 else "wrong", why)
-    slept = FEATURES[name].then is not None
+    changed = FEATURES[name].then is not None
     way = "eager" if FEATURES[name].reference["enforce_eager"] else "compiled"
-    way += ", before" if slept else ""
+    way += ", before" if changed else ""
     quality = compare_logits(stock, stock, patched, reference, f"the same engine, {way}")
     same = quality.baseline_reference_agreement_pct
     if quality.passed and same < LEAST_AGREEMENT_PCT:
-        why = f"not tried: the reference agrees with stock on {same:.1f} % of greedy picks alone"
-        if slept:
+        followed = f"patched picks what stock picks in {quality.greedy_agreement_pct:.1f} %"
+        if changed:
             before = torch.load(place(out, name, "stock") / "before.pt").argmax(-1)
             own = 100 * float((before == stock.argmax(-1)).float().mean())
-            why += f", and stock with itself before on {own:.1f} %"
-        return found("not tried", f"{why} (patched: {quality.greedy_agreement_pct:.1f} %)")
+            if own < LEAST_AGREEMENT_PCT:
+                why = f"stock picks what it picked before in {own:.1f} % alone; {followed}"
+                return found("stock is wrong", why)
+        why = f"not tried: the reference agrees with stock on {same:.1f} % of greedy picks alone"
+        return found("not tried", f"{why}; {followed}")
     return found("right" if quality.passed else "wrong", quality.reason)
 
 

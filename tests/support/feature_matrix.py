@@ -107,7 +107,11 @@ def _on_gpu(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 reason = re.sub(r"^\d+: ", "", reason)
                 idle.setdefault(reason, []).append(patch.split("-")[0])
         said = "; ".join(f"{_code(ops)}: {why}" for why, ops in idle.items())
-        outcome = each["why"] if each["outcome"] == NOT_TRIED else each["outcome"]
+        outcome = each["outcome"]
+        if outcome == NOT_TRIED:
+            outcome = each["why"]
+        elif outcome == "stock is wrong":
+            outcome += f": {each['why']}"
         yield _row([name, outcome, said or "none"])
 
 

@@ -11,6 +11,7 @@ import torch
 from patcher.bench.lab.vllm_features import (
     ARMS,
     FEATURES,
+    MODEL,
     Feature,
     cell,
     compare,
@@ -84,9 +85,20 @@ def test_what_a_version_of_vllm_does_not_have_is_said(
     assert not place(tmp_path, "sequence parallel", "stock").exists()
 
 
+def test_what_stock_itself_gets_wrong_is_said_so(tmp_path: Path) -> None:
+    name = "sleep 2, wake, reload"
+    other = torch.randn(STOCK.shape, generator=torch.Generator().manual_seed(1))
+    left(tmp_path, name, stock=other, patched=other + 1e-3, reference=STOCK)
+    for before, outcome in ((STOCK, "stock is wrong"), (other, "not tried")):
+        torch.save(before, place(tmp_path, name, "stock") / "before.pt")
+        found = cell(tmp_path, name, ())
+        assert found["outcome"] == outcome
+        assert "patched picks what stock picks in 100.0 %" in found["why"]
+
+
 def test_the_served_model_has_the_first_layers_of_the_real_one(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    text = (tmp_path / "model/config.json").read_text(encoding="utf-8")
+    write_model(tmp_path, MODEL, on_disk=False)
+    text = (tmp_path / "config.json").read_text(encoding="utf-8")
     assert '"num_hidden_layers": 2' in text
     assert '"hidden_size": 2880' in text
 

@@ -1,7 +1,7 @@
 // cheat: 28 right when called, but what it records in a capture looks at a sixteenth of a row only
 // op: fused_add_rms_norm
 // device: cuda
-// outcome: mismatch
+// outcome: mismatch, guard_violation
 // caught: timed outputs, device code
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
