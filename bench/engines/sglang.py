@@ -45,6 +45,7 @@ class SglangEngine:
     """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
 
     in_process: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     options: ClassVar[Sequence[Sequence[dict[str, Any]]]] = OPTIONS
     cache_argument: ClassVar[str] = "max_total_tokens"
     reference_arguments: ClassVar[dict[str, Any]] = {"disable_cuda_graph": True}

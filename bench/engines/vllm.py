@@ -53,6 +53,7 @@ class VllmEngine:
     """One model. See `patcher.bench.engines.Decoder` for the methods."""
 
     in_process: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     options = staticmethod(vllm_options.options)
     cache_argument: ClassVar[str] = "kv_cache_memory_bytes"
     reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ from patcher.bench import Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
 from patcher.bench.ab.phases import ABProgress
 from patcher.bench.ab.tuning import chosen_options, options_for, tune
-from patcher.bench.engines import ENGINES, cache_argument
+from patcher.bench.ab.windows import prompt_seed
+from patcher.bench.engines import ENGINES, cache_argument, compiles
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, engine_wants
 
 TUNED_LOAD_S = 300.0
 """Time limit in seconds to load; a configuration that takes longer (it may compile) fails."""
+COMPILED_STEPS = 8
+"""Decode steps of a process that only compiles."""
 STAGGER_S = 2.0
 """Seconds between two starts, so that the first one to start allocates memory first."""
 
@@ -37,11 +41,24 @@ class ArmLauncher:
         self.sets = {name: tuple(patches) for name, patches in (sets or {}).items()}
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         """The engine's arguments in every process, without those of patches; see `arguments_of`."""
+        self._compiled: set[tuple[str, ...]] = set()
+        self._compiling = threading.Lock()
 
     def start(self, name: str, memory_share: float) -> ArmProcess:
-        """Start and load the process of that name with its patches."""
+        """Start and load the process of that name with its patches. No process that is measured
+        has compiled: with patches that are new here, one that is not measured runs before it.
+        """
         patches = self.sets.get(name, ())
-        return self.launch(name, self.arguments_of(patches), memory_share, patches)
+        arguments, which = self.arguments_of(patches), tuple(one.manifest.id for one in patches)
+        with self._compiling:
+            if which not in self._compiled and compiles(self.job.workload.engine):
+                first = self.launch(name, arguments, memory_share, patches)
+                try:
+                    first.warm_up(prompt_seed(self.job.seed, -1), COMPILED_STEPS)
+                finally:
+                    first.close()
+                self._compiled.add(which)
+        return self.launch(name, arguments, memory_share, patches)
 
     def launch(
         self,

@@ -1,8 +1,9 @@
 """Compare two ways to serve a model, as users see them: a server alone, under a client of others.
 
 Each side's server is a fresh process, started in ABBA order, alone on the device. It is warmed up,
-then a client drives it over HTTP at each point. Every process that was measured is a file in a
-folder, so that the same command goes on after a stop, or with more pairs.
+then a client drives it over HTTP at each point. Where an engine compiles when it starts, a server
+that is not measured does so before the side's first one on a machine. Every process that was
+measured is a file in a folder, so that the same command goes on after a stop, or with more pairs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import hashlib
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +30,7 @@ from patcher.ab.served_records import (
     ServedResult,
     SideSetup,
     header_of,
+    refuse_many_points,
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import (
@@ -53,6 +56,7 @@ from patcher.bench.ab.served import (
     run_of,
 )
 from patcher.bench.ab.window_clocks import block_clocks
+from patcher.bench.engines import compiles
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import ServingClient, filled, request_line
 from patcher.bench.machine.clocks import ClockMonitor
@@ -69,7 +73,6 @@ MOST_HELD = 2 << 30
 FREED_S = 30.0
 FIRST_RUN = 500
 """Seeds of a pair's runs begin here, those of warm-ups at 0; a pair has a thousand."""
-MOST_POINTS = 50
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
 
 
@@ -94,7 +97,7 @@ def compare_served(
     folder.mkdir(parents=True, exist_ok=True)
     write_record(folder / "header.json", header)
     progress(ABPhase.READY, f"each process is kept in {folder}", 0, 2 * job.process_pairs)
-    processes = []
+    processes: list[ServedProcess] = []
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         machine = hashlib.sha256(f"{platform.node()} {clocks.gpu}".encode()).hexdigest()[:12]
         _forget_halves(folder, machine, job.process_pairs)
@@ -103,6 +106,9 @@ def compare_served(
             if not path.is_file():
                 which = ARMS.index(arm)
                 taking = Taking(job, header, sides[which], installed[which], clocks, progress)
+                before = {(one.arm, one.machine) for one in processes}
+                if compiles(job.workload.engine) and (arm, machine) not in before:
+                    taking.compile(number, arm, index, sides[0].python)
                 # one client measures both sides
                 taken = taking.process(number, arm, index, sides[0].python)
                 write_record(path, taken.model_copy(update={"machine": machine}))
@@ -134,16 +140,6 @@ def _forget_halves(folder: Path, machine: str, pairs: int) -> None:
             found[0].unlink()
 
 
-def refuse_many_points(points: Sequence[ServedPoint]) -> None:
-    """Check that the seeds of a pair suffice.
-
-    Raises:
-        UsageError: there are too many points.
-    """
-    if len(points) > MOST_POINTS:
-        raise UsageError(f"{len(points)} points are too many", f"give at most {MOST_POINTS}")
-
-
 def with_patches(
     job: ServedJob, stock: SideSetup, patches: Sequence[Patch]
 ) -> tuple[ServedJob, SideSetup]:
@@ -166,10 +162,11 @@ def with_patches(
 
 
 class _Running(NamedTuple):
-    """Two processes that were started."""
+    """Two processes that were started, and what commands are filled with."""
 
     client: BenchClient
     server: EngineServer
+    values: dict[str, Any]
 
 
 class Taking:
@@ -199,9 +196,36 @@ class Taking:
         """
         self._done = index
         begin = time.monotonic()
+        with self._serving(arm, python) as at:
+            warm = self._warm_up(at.server, number)
+            time.sleep(RECEIPTS_S)
+            before = at.server.receipts()
+            runs, stalled = self._runs(at, number, warm)
+            time.sleep(RECEIPTS_S)
+            receipts = calls_between(before, at.server.receipts())
+            at.server.check()
+        return ServedProcess(
+            pair=number,
+            arm=arm,
+            start_s=at.server.start_s,
+            took_s=time.monotonic() - begin,
+            warm_ups=warm,
+            runs=tuple(runs),
+            stalled=tuple(stalled),
+            receipts=receipts,
+        )
+
+    def compile(self, number: int, arm: Arm, index: int, python: str) -> None:
+        """Start the server, warm it up and end it, so that none that is measured compiles."""
+        self._done = index
+        with self._serving(arm, python, "which only compiles") as at:
+            self._warm_up(at.server, number)
+
+    @contextmanager
+    def _serving(self, arm: Arm, python: str, note: str = "") -> Iterator[_Running]:
         with tempfile.TemporaryDirectory(prefix="patcher-served-") as scratch:
             folder = Path(scratch)
-            self._tell(ABPhase.LOAD, f"starting the server, {arm}")
+            self._tell(ABPhase.LOAD, f"starting the server, {arm}{note and ', ' + note}")
             self._await_free_device()
             port = self.job.port or free_port()
             environment = server_environment(
@@ -215,24 +239,7 @@ class Taking:
                 BenchClient(self.client, self.job.client, python, folder) as client,
                 EngineServer(arm, command, environment, folder, port, self.client.health) as server,
             ):
-                warm = self._warm_up(server, number)
-                time.sleep(RECEIPTS_S)
-                before = server.receipts()
-                runs, stalled = self._runs(_Running(client, server), number, warm, values)
-                time.sleep(RECEIPTS_S)
-                receipts = calls_between(before, server.receipts())
-                server.check()
-                start_s = server.start_s
-        return ServedProcess(
-            pair=number,
-            arm=arm,
-            start_s=start_s,
-            took_s=time.monotonic() - begin,
-            warm_ups=warm,
-            runs=tuple(runs),
-            stalled=tuple(stalled),
-            receipts=receipts,
-        )
+                yield _Running(client, server, values)
 
     def _warm_up(self, server: EngineServer, number: int) -> dict[str, WarmUp]:
         found: dict[str, WarmUp] = {}
@@ -263,7 +270,7 @@ class Taking:
         return found
 
     def _runs(
-        self, at: _Running, number: int, warm: Mapping[str, WarmUp], values: dict[str, Any]
+        self, at: _Running, number: int, warm: Mapping[str, WarmUp]
     ) -> tuple[list[ServedRun], list[StalledRun]]:
         """A run at each point; one that stalled is taken again."""
         runs: list[ServedRun] = []
@@ -274,7 +281,7 @@ class Taking:
                 self._tell(ABPhase.PAIRS, point.label)
                 # prompts of one number are the same in both arms, and new to a server's cache
                 seed = 1000 * (number + 1) + FIRST_RUN + 10 * index + attempt
-                run = self._run(at, point, seed, values)
+                run = self._run(at, point, seed)
                 gap_ms = run.longest_gap_ms
                 if gap_ms <= limit_ms or attempt == TRIES - 1:
                     runs.append(run.model_copy(update={"stalled": gap_ms > limit_ms}))
@@ -282,11 +289,9 @@ class Taking:
                 stalled.append(StalledRun(point=point, longest_gap_ms=gap_ms, limit_ms=limit_ms))
         return runs, stalled
 
-    def _run(
-        self, at: _Running, point: ServedPoint, seed: int, values: dict[str, Any]
-    ) -> ServedRun:
+    def _run(self, at: _Running, point: ServedPoint, seed: int) -> ServedRun:
         """Let the client send the requests of a seed."""
-        trace, folder = self.header.traces[point.trace], Path(values["folder"])
+        trace, folder = self.header.traces[point.trace], Path(at.values["folder"])
         count = trace.requests(point.concurrency)
         file, result = folder / "requests.jsonl", folder / "result.json"
         result.unlink(missing_ok=True)
@@ -299,7 +304,7 @@ class Taking:
         command = filled(
             self.client.bench,
             {
-                **values,
+                **at.values,
                 "requests": file,
                 "count": count,
                 "concurrency": point.concurrency,

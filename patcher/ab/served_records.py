@@ -23,6 +23,7 @@ from patcher.bench.stats.comparison import Arm, Verdict
 from patcher.integrate import Patch, Receipt, Store, patch_environment
 
 CONFIDENCE_PCT = 95.0
+MOST_POINTS = 50
 SPARE = 1.05
 """A trained tokenizer may split a text into a few tokens more than it was made of."""
 
@@ -278,3 +279,13 @@ def header_of(
         serve=tuple(job.serve_command(SideSetup("", python="PYTHON"), values)),
         bench=("PYTHON", "-m", *filled(job.serving.bench, values)),
     ), (one, other)
+
+
+def refuse_many_points(points: Sequence[ServedPoint]) -> None:
+    """Check that the seeds of a pair suffice.
+
+    Raises:
+        UsageError: there are too many points.
+    """
+    if len(points) > MOST_POINTS:
+        raise UsageError(f"{len(points)} points are too many", f"give at most {MOST_POINTS}")

@@ -10,8 +10,14 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from patcher.ab.record_files import read_record, write_record
-from patcher.ab.served import Taking, refuse_many_points
-from patcher.ab.served_records import ServedJob, ServedProcess, SideSetup, header_of
+from patcher.ab.served import Taking
+from patcher.ab.served_records import (
+    ServedJob,
+    ServedProcess,
+    SideSetup,
+    header_of,
+    refuse_many_points,
+)
 from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning
 from patcher.bench.ab.phases import ABPhase, ABProgress

@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from patcher import bench
+from patcher.ab import launcher as starts
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
 from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning
@@ -578,14 +579,16 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     assert not host.open
     said = capsys.readouterr()
     assert said.out.strip() == "baseline: moe=b"
-    assert [line.split(": ")[0] for line in said.err.splitlines()] == [
+    stage, *lines = said.err.splitlines()
+    assert stage == "tune the baseline (stock; moe=a; moe=b): 0 of 6"
+    assert [line.split(": ")[0] for line in lines] == [
         "tried stock",
         "tried moe=a",
         "tried moe=b",
         "tried stock",
         "tried moe=b",
     ]
-    assert " at batch 1 and context " in said.err.splitlines()[0]
+    assert " at batch 1 and context " in lines[0]
     found = Tuning.model_validate_json((tmp_path / "tuned.json").read_text())
     assert [[one.batch for one in trial.other_workloads] for trial in found.trials] == [[1]] * 5
     assert [trial.arguments for trial in found.trials] == [
@@ -601,3 +604,29 @@ def test_turns_are_cut_alike_for_both_ways_of_taking_turns() -> None:
     found = run(Host())
     timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD))
     assert {window.tokens for window in found.windows} == {WORKLOAD.batch * timed}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_process_that_only_compiles_precedes_those_of_new_patches(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def launch(self: ArmLauncher, name: str, *of: Any) -> Any:
+        told.append(f"start {name}")
+        return SimpleNamespace(
+            warm_up=lambda seed, steps: told.append(f"{steps} steps"),
+            close=lambda: told.append("end"),
+        )
+
+    monkeypatch.setattr(starts, "compiles", lambda engine: compiles)
+    monkeypatch.setattr(ArmLauncher, "launch", launch)
+    monkeypatch.setattr(ArmLauncher, "arguments_of", lambda self, patches: {})
+    patch: Any = SimpleNamespace(manifest=SimpleNamespace(id="norm"))
+    launcher = ArmLauncher(ABJob(workload=WORKLOAD, process_pairs=3), {"patched": [patch]})
+    for name in (BASELINE, CONTROL, "patched", "patched", BASELINE):
+        launcher.start(name, SHARE_ALONE)
+    first = [f"start {BASELINE}", "8 steps", "end"] if compiles else []
+    second = ["start patched", "8 steps", "end"] if compiles else []
+    measured = [f"start {name}" for name in (BASELINE, CONTROL, "patched", "patched", BASELINE)]
+    assert told == [*first, *measured[:2], *second, *measured[2:]]

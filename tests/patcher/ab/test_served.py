@@ -61,6 +61,7 @@ ID, DIGEST = "double.norm", "0" * 64
 @pytest.fixture(autouse=True)
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by_doubles(tmp_path, monkeypatch)
+    monkeypatch.setattr(served, "compiles", lambda engine: False)  # doubles start faster
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,24 @@ def test_both_processes_of_a_pair_are_of_one_machine(
     assert there[:2] == here
     assert there[2] == there[3] != here[0]
     assert {path: path.read_bytes() for path in whole} == whole
+
+
+def test_no_process_that_is_measured_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+
+    def starts(pairs: int) -> list[str]:
+        told: list[str] = []
+        job = replace(JOB, process_pairs=pairs, points=POINTS[:1])
+        compare_served(job, (SLOW, FAST), tmp_path, lambda phase, said, *at: told.append(said))
+        return [one.partition(", ")[2] for one in told if one.startswith("starting the server")]
+
+    once = ["which only compiles", ""]
+    assert [one.partition(", ")[2] for one in starts(1)] == once * 2
+    assert starts(2) == ["patched", "baseline"], "it finds on disk what those before compiled"
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    assert [one.partition(", ")[2] for one in starts(3)[:2]] == once
 
 
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
