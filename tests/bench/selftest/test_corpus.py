@@ -35,7 +35,6 @@ def wrong(results: list[CaseResult]) -> list[str]:
     return [f"{r.name}: {r.outcome}, {r.check}: {r.detail}" for r in results if not r.passed]
 
 
-@pytest.mark.slow
 def test_every_cheat_is_caught_and_no_key_leaks() -> None:
     results = judged("cheat", f"^(?!.*({SLOW}))")
     assert wrong(results) == []
