@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,40 +83,57 @@ def runs() -> dict[tuple[str, ...], list[str]]:
     """By model, engine, device, role and op: the verdicts on patches of it, with their files."""
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for file in sorted(RESULTS.glob("**/*.json.xz")):
-        for whole in _verdicts(json.loads(content(file))):
-            measured = whole["measured"]
-            each = measured if isinstance(measured, list) else [measured]
-            workload, environment = (
-                each[0]["throughput"][name] for name in ("workload", "environment")
-            )
-            engine = workload["engine"]
-            decision = (whole.get("decisions") or [whole.get("decision")])[0]
-            size = "alone" if len(each) == 1 else f"one of {len(each)}"
-            for one in each:
-                if not one["receipt"]["calls"]:
+        for one in _verdicts(json.loads(content(file))):
+            engine = one.workload["engine"]
+            size = "alone" if len(one.calls) == 1 else f"one of {len(one.calls)}"
+            for patch, calls in one.calls.items():
+                if not calls:
                     continue
-                op = load_op(one["receipt"]["patch_id"].split("-")[0])
+                op = load_op(patch.split("-")[0])
                 points = (each for each in op.contract.patch_points if each.engine == engine)
                 key = (
-                    workload["model"],
-                    f"{engine} {environment['packages'][engine]}",
-                    environment["device"].removeprefix("NVIDIA "),
+                    one.workload["model"],
+                    f"{engine} {one.environment['packages'][engine]}",
+                    one.environment["device"].removeprefix("NVIDIA "),
                     f"`{next(points).point}`",
                     f"`{op.name}`",
                 )
-                found[key].append(f"[{size}: {decision['verdict']}]({_link(file)})")
+                found[key].append(f"[{size}{one.how}: {one.verdict}]({_link(file)})")
     return found
 
 
-def _verdicts(found: Any) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Verdict:
+    """A whole verdict, with the calls by patch."""
+
+    workload: dict[str, Any]
+    environment: dict[str, Any]
+    verdict: str
+    calls: dict[str, Any]
+    how: str = ""
+
+
+def _verdicts(found: Any) -> Iterator[_Verdict]:
     """The whole verdicts in a file of results; most other files hold none."""
     for each in found if isinstance(found, list) else [found]:
-        if (
-            isinstance(each, dict)
-            and "measured" in each
-            and ({"decision", "decisions"} & each.keys())
-        ):
-            yield each
+        if not isinstance(each, dict):
+            continue
+        if "measured" in each and ({"decision", "decisions"} & each.keys()):
+            measured = each["measured"]
+            ours = measured if isinstance(measured, list) else [measured]
+            timed = ours[0]["throughput"]
+            decision = (each.get("decisions") or [each.get("decision")])[0]
+            calls = {one["receipt"]["patch_id"]: one["receipt"]["calls"] for one in ours}
+            yield _Verdict(timed["workload"], timed["environment"], decision["verdict"], calls)
+        elif {"header", "processes", "comparison"} <= each.keys():
+            receipts = [one for process in each["processes"] for one in process["receipts"]]
+            yield _Verdict(
+                each["header"]["workload"],
+                each["environment"],
+                each["comparison"]["verdict"],
+                {one["patch_id"]: one["calls"] for one in receipts},
+                " served",
+            )
 
 
 def _link(file: Path) -> str:
