@@ -26,7 +26,7 @@ fetch() {
     --python-version "$there" "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
 }
 fetch pydantic rich typer jinja2
-fetch --no-deps tomlkit packaging adbc-driver-manager adbc-driver-sqlite nanoarrow nvidia-ml-py nvtx scipy
+fetch --no-deps tomlkit packaging adbc-driver-manager adbc-driver-sqlite nanoarrow nvidia-ml-py nvtx scipy apache-tvm-ffi
 "$python" -m pip wheel -q --no-deps -w wheels "$here"
 for wheel in wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$host/packages"; done
 cp -r "$here/bench/lab" "$host/packages/patcher/bench/lab"
