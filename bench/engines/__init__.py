@@ -243,8 +243,8 @@ def cache_argument(engine: str) -> str:
 def compiles(engine: str) -> bool:
     """Whether a process of the engine compiles when it starts, and later ones find that on disk.
 
-    A process that has compiled is not like one that has not: in vLLM 0.33.0 on H100s the first
-    patched process of a host made 9 to 26 % fewer tokens/s at batch 1 than the later ones.
+    The first process is not like the later ones: in vLLM 0.33.0 on H100s the first
+    patched process of a host made 9 to 26 % fewer tokens/s at batch 1 than they.
 
     Raises:
         UsageError, MissingError: as `Registry.load`.
