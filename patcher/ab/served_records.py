@@ -138,39 +138,43 @@ class ServedFigures(Record):
     """Runs that were taken again, and last ones that stalled, too."""
 
 
-class PointGain(Record):
+class ServedGain(Record):
+    """A gain in output tokens per second, in percent."""
+
+    gain_pct: float
+    gain_low_pct: float
+    """-100 or less where there is no interval: a single pair has none."""
+    gain_high_pct: float
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return (self.gain_low_pct, self.gain_high_pct) if self.gain_low_pct > -100 else None
+
+    @property
+    def said(self) -> str:
+        """As text, with its interval if there is one."""
+        interval = self.interval
+        ends = "[{:+.2f}, {:+.2f}]".format(*interval) if interval else ", no interval"
+        return f"{self.gain_pct:+.2f} %{' ' if interval else ''}{ends}"
+
+
+class PointGain(ServedGain):
     """The gain at one point."""
 
     point: ServedPoint
     figures: dict[Arm, ServedFigures]
-    gain_pct: float
-    """Of output tokens per second."""
-    gain_low_pct: float
-    gain_high_pct: float
 
     @property
     def loses(self) -> bool:
         """Whether it loses beyond its noise."""
         return self.gain_high_pct < 0
 
-    @property
-    def said(self) -> str:
-        """The gain as text, with its interval if there is one: a single pair has none."""
-        gain = f"{self.gain_pct:+.2f} %"
-        if self.gain_low_pct <= -100:
-            return f"{gain}, no interval"
-        return f"{gain} [{self.gain_low_pct:+.2f}, {self.gain_high_pct:+.2f}]"
 
-
-class ServedComparison(Record):
-    """The gain over all points, and the verdict."""
+class ServedComparison(ServedGain):
+    """The gain over all points, as the geometric mean of theirs, and the verdict."""
 
     points: tuple[PointGain, ...]
     process_pairs: int
-    gain_pct: float
-    """Geometric mean over points of the gain in output tokens per second."""
-    gain_low_pct: float
-    gain_high_pct: float
     confidence_pct: float = CONFIDENCE_PCT
     margin_pct: float
     noise_pct: float | None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from patcher.ab.served_records import PointGain, ServedResult
+from patcher.ab.served_records import PointGain, ServedComparison, ServedGain, ServedResult
 from patcher.bench import UsageError
 from patcher.bench.stats.comparison import Arm
-from patcher.report.charts import NARROW, WIDE
+from patcher.report import wording
+from patcher.report.charts import NARROW, WIDE, legend
 from patcher.report.markup import fence, plain, table
 from patcher.report.svg import Canvas, linear, padded, ticks
 from patcher.visible import visible
@@ -68,16 +70,24 @@ def served_html(result: ServedResult) -> str:
         title=visible(_title(result)),
         facts=[visible(fact) for fact in _facts(result)],
         found=result.comparison,
+        gains=_drawn(
+            "gains",
+            "Gain at each point",
+            "Gain in output tokens per second at each point, with its interval.",
+            partial(gains, result.comparison),
+        ),
         charts=[
-            Markup(
-                "".join(
-                    curve(points, width).render(
-                        f"curve{index}-{css_class}", *_curve_words(name, points), css_class
-                    )
-                    for width, css_class in ((WIDE, "wide"), (NARROW, "narrow"))
-                )
+            (
+                name,
+                _drawn(
+                    f"curve{index}",
+                    f"Trace {name}",
+                    "Tokens per second of a user and of the GPU, by number of users.",
+                    partial(curve, points),
+                ),
             )
             for index, (name, points) in enumerate(_by_trace(result).items())
+            if len(points) > 1
         ],
         head=HEAD,
         rows=[_row(point) for point in result.comparison.points],
@@ -98,6 +108,39 @@ def served_markdown(result: ServedResult) -> str:
         fence("\n".join(_commands(result))),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _drawn(name: str, title: str, words: str, draw: Callable[[float], Canvas]) -> Markup:
+    return Markup(
+        "".join(
+            draw(width).render(f"{name}-{css_class}", title, words, css_class)
+            for width, css_class in ((WIDE, "wide"), (NARROW, "narrow"))
+        )
+    )
+
+
+def gains(found: ServedComparison, width: float) -> Canvas:
+    """The gain at each point and of their mean, each with its interval if it has one."""
+    rows: list[tuple[str, ServedGain]] = [(each.point.label, each) for each in found.points]
+    rows.append(("mean", found))
+    step, top, left, right = 30.0, 12.0, 140.0, 16.0
+    floor = top + step * len(rows)
+    canvas = Canvas(width, floor + 24)
+    ends = [end for _, each in rows for end in each.interval or ()]
+    low, high = padded([0.0, *(each.gain_pct for _, each in rows), *ends])
+    x = linear(low, high, left, width - right)
+    for tick in ticks(low, high, 8 if width > 500 else 4):
+        canvas.line(x(tick), top, x(tick), floor, "zero" if tick == 0 else "grid")
+        canvas.text(x(tick), floor + 18, wording.tick_percent(tick), "t", "middle")
+    for index, (label, each) in enumerate(rows):
+        y = top + step * (index + 0.5)
+        css = "total" if label == "mean" else "cand"
+        canvas.text(left - 12, y + 4, label, "t strong", "end")
+        if each.interval:
+            lower, upper = map(x, each.interval)
+            canvas.line(lower, y, upper, y, f"whisker {css}")
+        canvas.dot(x(each.gain_pct), y, 4.6, f"dot solid {css}", f"{label}: {each.said}")
+    return canvas
 
 
 def curve(points: Sequence[PointGain], width: float) -> Canvas:
@@ -122,17 +165,10 @@ def curve(points: Sequence[PointGain], width: float) -> Canvas:
         for (one, each), place in zip(seen, places, strict=True):
             tip = f"{arm}, {one.point.label}: {each.output_tokens_per_s:,.0f} tok/s"
             canvas.dot(*place, 4.2, f"dot solid {css}", tip)
-    canvas.dot(left + 5, 11, 4.2, "dot solid base")
-    canvas.text(left + 14, 15, "baseline", "t")
-    canvas.dot(left + 85, 11, 4.2, "dot solid cand")
-    canvas.text(left + 94, 15, "patched; up: tokens/s of the GPU", "t")
+    canvas.text(left - 52, 15, "tokens/s of the GPU", "t")
+    legend(canvas, [("base", "baseline"), ("cand", "patched")], width - right - 180, 15)
     canvas.text((left + width) / 2, height - 8, "tokens/s of one user", "t", "middle")
     return canvas
-
-
-def _curve_words(name: str, points: Sequence[PointGain]) -> tuple[str, str]:
-    users = ", ".join(str(one.point.concurrency) for one in points)
-    return f"Trace {name}", f"Tokens per second of a user and of the GPU, at {users} users."
 
 
 def _by_trace(result: ServedResult) -> dict[str, list[PointGain]]:

@@ -98,8 +98,11 @@ def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> 
     # calls while it was measured, not those of the warm-up: one request a point
     assert [one.receipts[0].total_calls for one in result.processes if one.receipts] == [4, 4]
     page = served_html(result)
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4, "gains and one trace, each for a screen and a phone"
+    assert page.count('class="whisker') == 2 * 3, "two points and their mean"
     assert "+99.22 %" in page
+    assert "interval over 2 process pairs" in page
+    assert 'class="whisker' not in served_html(begun), "one pair has no interval"
     assert str(Path.home()) not in result.model_dump_json()
     assert "openai_server.py --port PORT --first-ms 4" in served_markdown(result)
     assert served_lines(result)
