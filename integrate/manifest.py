@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
@@ -15,6 +17,7 @@ from patcher.bench import (
     Language,
     Outcome,
     Record,
+    UsageError,
 )
 from patcher.integrate.points import present_name
 
@@ -102,6 +105,24 @@ class Binary(Record):
     """A compute capability, or the name of the processor that its instructions are for."""
     command: str
     """The compiler and its flags."""
+
+
+def created_at() -> str:
+    """When a bundle is created, as ISO 8601 in UTC: now, or the time in seconds since 1970 that
+    `SOURCE_DATE_EPOCH` gives (https://reproducible-builds.org/specs/source-date-epoch), so that
+    the same source and evidence give the same bundle, bit by bit.
+
+    Raises:
+        UsageError: it is no such time.
+    """
+    given = os.environ.get("SOURCE_DATE_EPOCH")
+    try:
+        moment = datetime.fromtimestamp(int(given), UTC) if given else datetime.now(UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is {given!r}", "give seconds since 1970, or unset it"
+        ) from error
+    return moment.isoformat(timespec="seconds")
 
 
 class Provenance(Record):

@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,6 +34,7 @@ from patcher.integrate.manifest import (
     PatchGuards,
     Provenance,
     Target,
+    created_at,
     patch_id,
 )
 from patcher.integrate.narrow import worth_calling
@@ -149,7 +149,7 @@ class Patch:
                 made_by=made_by,
                 model=model,
                 run=run,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                created=created_at(),
                 patcher_version=importlib.metadata.version("patcher"),
             ),
         )

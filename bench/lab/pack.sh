@@ -32,6 +32,8 @@ for wheel in wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$host/packages";
 cp -r "$here/bench/lab" "$host/packages/patcher/bench/lab"
 cp -r "$here/kernels" "$host/kernels"
 
+# the same patches, bit by bit, for as long as what they are made of is the same
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-0}
 # a patch names what it replaces by its source, for which the wheel's Python is enough
 tree=$(cd "$here" && PYTHONPATH=tests/support "$python" -P -c "import vllm_trees; print(vllm_trees.tree('$version'))")
 mkdir -p "engine/vllm-$version.dist-info"

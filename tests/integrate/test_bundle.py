@@ -47,6 +47,19 @@ def test_the_same_bundle_is_the_same_bytes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip", "c.zip", "patch"]
 
 
+def test_the_time_that_a_bundle_names_may_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    one, other = (make_patch(tmp_path / name) for name in ("one", "other"))
+    assert one.manifest.provenance.created == "2023-11-14T22:13:20+00:00"
+    assert one.digest == other.digest
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(bench.UsageError, match="SOURCE_DATE_EPOCH is 'yesterday'"):
+        make_patch(tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+
+
 def test_a_bundle_for_other_arguments_than_the_op_has_now_is_refused() -> None:
     """Each call would fall back: this bundle is from before keys and values were two tensors."""
     folder = Path(__file__).resolve().parents[2] / "bench/results/h200-vllm/bundles"
