@@ -90,6 +90,7 @@ def test_models_are_listed_and_no_key_is_shown(tmp_path: Path) -> None:
         assert "honeytoken" not in output
 
 
+@pytest.mark.slow
 def test_a_run_at_its_ceiling_goes_on_with_a_higher_one(tmp_path: Path) -> None:
     """No ceiling, no question: exit code 4; then the server is asked, which refuses the key."""
     anthropic = APIS["anthropic"]

@@ -151,6 +151,7 @@ def test_the_doctor_names_each_and_where_it_is_from(run: Run) -> None:
     assert len(found) == 7
 
 
+@pytest.mark.slow
 def test_its_language_is_evaluated(run: Run, tmp_path: Path) -> None:
     (tmp_path / "kernel.np").write_text(example())
     words = ("evaluate", "scaled_add", "kernel.np", "--pairs", "3", "--json")
@@ -189,6 +190,7 @@ pipeline.execute(run, lambda *_: None, lambda _: None)
 """
 
 
+@pytest.mark.slow
 def test_its_strategy_and_its_model_optimise_in_its_language(run: Run, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
     shelf.mkdir()

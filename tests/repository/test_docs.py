@@ -116,6 +116,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
             visit(command, f"patcher {name}")
 
 
+@pytest.mark.slow
 def test_the_op_of_the_tutorial_is_judged_as_it_stands(tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorials/write-an-op.md").read_text(encoding="utf-8")
     for fence in FENCE.finditer(page):
@@ -152,6 +153,7 @@ def test_the_op_of_the_tutorial_is_judged_as_it_stands(tmp_path: Path) -> None:
     assert judged(broken)["outcome"] == "mismatch"
 
 
+@pytest.mark.slow
 def test_the_local_model_of_the_tutorial_runs_a_loop_unattended(tmp_path: Path) -> None:
     """A double stands for the server: what it answers is no model's. The command is the page's."""
     page = (ROOT / "docs/tutorials/local-model.md").read_text(encoding="utf-8")

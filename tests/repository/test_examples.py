@@ -24,7 +24,7 @@ PRINTS = {
     "write_op": r"wrong\.cpp: mismatch[\s\S]*relu_squared\.cpp: (correct|guard_violation)",
 }
 """What an example must print, besides ending well."""
-LONG = {"compare_throughput", "read_run"}
+LONG = {"compare_throughput", "plug_in_strategy", "read_run", "replay_loop", "write_op"}
 BUSY = "this machine is too busy"
 TRIES = 4
 

@@ -42,7 +42,8 @@ def tells_right_from_wrong(judge: Judge, name: str, right: str, change: tuple[st
         return judge.evaluate(candidate, lambda *_: None)
 
     evaluation = judged(right)
-    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.log
+    told = f"{evaluation.outcome}: {evaluation.failed_checks} {evaluation.log}"
+    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), told
     old, new = change
     assert old in right
     evaluation = judged(right.replace(old, new))

@@ -262,6 +262,7 @@ def control_of(body: str) -> tools.ToolJob:
     return tools.ToolJob("cpu", built(f"def {OP.name}():\n    {body}\n"), OP.name, (call,))
 
 
+@pytest.mark.slow
 def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(
     double: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:

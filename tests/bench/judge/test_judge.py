@@ -230,6 +230,7 @@ def test_a_source_without_the_entry_is_a_generation_failure(judged: Judged) -> N
     assert evaluation.outcome is Outcome.GENERATION_FAILURE
 
 
+@pytest.mark.slow
 def test_a_torch_style_signature_is_bound_too(judged: Judged) -> None:
     source = """
 #include <torch/extension.h>

@@ -236,6 +236,7 @@ def test_the_generated_package_is_refused_where_it_cannot_be_written(tmp_path: P
         write_module(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_a_patch_reaches_every_worker_and_leaves_no_trace(tmp_path: Path) -> None:
     """Newer versions: names of modules. Workers are Python processes that stand in for MPI's."""
     setup = Setup(tmp_path)

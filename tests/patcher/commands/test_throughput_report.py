@@ -53,6 +53,7 @@ def test_a_verdict_has_a_report_and_counts_its_windows_alone(bundle: Path) -> No
     assert f"{found.decision.gain_pct:+.2f}" in page.replace("\u2212", "-")
 
 
+@pytest.mark.slow
 def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> None:
     home, rope = bundle.parent, load_op("rope")
     [candidate] = [one for info, one in rope.solutions() if info.language == Language.TORCH]
@@ -128,6 +129,7 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     assert "a patch was given twice" in twice.stderr
 
 
+@pytest.mark.slow
 def test_the_patched_engine_is_profiled(bundle: Path) -> None:
     home = bundle.parent
     words = ("profile", "gpt-oss-tiny", "--batch", "2", "--input-len", "8", "--output-len", "12")

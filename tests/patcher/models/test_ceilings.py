@@ -131,6 +131,7 @@ def ceilings() -> st.SearchStrategy[dict[str, float | None]]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), given_=ceilings())
 def test_no_ceiling_is_ever_crossed(

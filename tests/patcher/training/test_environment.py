@@ -42,6 +42,7 @@ def environment() -> KernelEnvironment:
     return KernelEnvironment(OPTIONS)
 
 
+@pytest.mark.slow
 def test_an_episode(environment: KernelEnvironment) -> None:
     prompt = environment.reset(OP)
     assert "def silu_and_mul(" in prompt
