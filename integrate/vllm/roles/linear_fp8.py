@@ -5,8 +5,8 @@ each layer. Its `apply_weights` quantises x and calls `apply_block_scaled_mm`, w
 the classes that leave the weight and its scales as a checkpoint has them; see `fp8_backends`. So
 what vLLM's compiler fuses with the quantisation (norms, activations) stays fused.
 
-Some backends want the scales of x column by column. In a layer that the patch takes they are written
-row by row, as the contract has them, and turned around for the calls that stay with the engine.
+Some backends want the scales of x column by column. In a layer that the patch takes they are
+written row by row, as the contract has them, and turned for the calls that stay with the engine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class LinearFp8(VllmPoint):
         return f"apply_block_scaled_mm of {', '.join(place.owner.__name__ for place in places)}"
 
     def of_role(self, layer: Any) -> bool:
-        return isinstance(layer, sources.module(_LINEAR).LinearBase) and _kernel_of(layer) is not None
+        return (
+            isinstance(layer, sources.module(_LINEAR).LinearBase) and _kernel_of(layer) is not None
+        )
 
     def applies(self, layer: Any) -> str | None:
         """See `VllmPoint`. A layer that fails the trial gets the engine's matmul back."""
@@ -167,8 +169,8 @@ def _replacement(place: AttributePatch, operator: Any) -> Any:
 
 @torch.no_grad()
 def _trial(kernel: Any, weight: torch.Tensor, scale: torch.Tensor) -> str | None:
-    """Why a layer's matmul is not the op's, by its first and its last block of outputs for two rows;
-    None if it is."""
+    """Why a layer's matmul is not the op's, by its first and its last block of outputs for two
+    rows; None if it is."""
     if sources.module("vllm.platforms").current_platform.is_cuda() and not weight.is_cuda:
         return "an offloaded weight"
     block, multiplying = _block_of(kernel), _quantising(kernel)
@@ -185,9 +187,9 @@ def _trial(kernel: Any, weight: torch.Tensor, scale: torch.Tensor) -> str | None
         part = slice(number * block, (number + 1) * block)
         given = {"weight": weight[part], "weight_scale": scale[number : number + 1]}
         found = got[:, part].double()
-        [expected] = load_op(LinearFp8.op).reference(
-            x=x, x_scale=x_scale, output=found, **given
-        ).values()
+        [expected] = (
+            load_op(LinearFp8.op).reference(x=x, x_scale=x_scale, output=found, **given).values()
+        )
         floor = _TOLERANCE * expected.abs().amax().item() / 2
         if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=floor):
             return "it computes something else"
