@@ -72,8 +72,8 @@ class Dispatcher:
         self._last: tuple[Callable[..., bool], CallSignature] = never, CallSignature("", None)
         """Test and signature of the last call, since most calls repeat the one before. It is one
         attribute, since threads may share a dispatcher."""
-        self._op: Any = None
-        self._library: Any = None
+        self._ops: dict[Callable[..., object], tuple[Any, Any]] = {}
+        """By the engine's own function: the library that holds the operator, and the operator."""
         self._grad_enabled = torch.is_grad_enabled
         self._never_in_graphs = not guards.graph_safe
 
@@ -124,13 +124,14 @@ class Dispatcher:
         """The dispatcher as a torch operator, which torch.compile does not decompose.
 
         The operator's name contains the patch's digest, so that compiled code is tied to the patch.
-        Further dispatchers of one patch (a second model or arm) get a number appended.
+        Further operators of one patch (of a second model or arm, or with another `original`) get a
+        number appended.
 
         Args:
             original: the engine's own function, which also works in place; it runs if the patched
-                kernel does not.
+                kernel does not. Each has an operator of its own.
         """
-        if self._op is None:
+        if original not in self._ops:
             name = base = f"{self.name}_{self.book.digest[:12]}"
             others = 0
             while hasattr(torch.ops.patcher, name):
@@ -150,15 +151,15 @@ class Dispatcher:
 
             library.impl(name, run, "CompositeExplicitAutograd")
             library.impl(name, _nothing, "Meta")
-            self._library, self._op = library, getattr(torch.ops.patcher, name).default
-        operator: Callable[..., None] = self._op
+            self._ops[original] = library, getattr(torch.ops.patcher, name).default
+        operator: Callable[..., None] = self._ops[original][1]
         return operator
 
     def close(self) -> None:
-        """Unregister the operator; code compiled with it can no longer run."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library = self._op = None
+        """Unregister the operators; code compiled with them can no longer run."""
+        for library, _ in self._ops.values():
+            library._destroy()
+        self._ops = {}
 
     def _prove(self, case: CallSignature, args: tuple[Any, ...]) -> bool:
         """Run a first call in serving on copies, so that a request survives a kernel that raises.

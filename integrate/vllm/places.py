@@ -13,6 +13,7 @@ from patcher.integrate.vllm.tree import Tree
 
 _MOE = "FusedMoE|FusedMoEFactory"
 _MXFP4 = "mxfp4"
+_LINEAR = "RowParallelLinear|ColumnParallelLinear|ReplicatedLinear"
 _BY_NAME = "get_act_and_mul_fn"
 """Builds the activation that a config.json names."""
 
@@ -43,7 +44,8 @@ LAYERS: Mapping[str, RoleLayers] = {
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
     "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",)),
     "norm.gemma": RoleLayers(("GemmaRMSNorm",)),
-    "linear": RoleLayers(("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)),
+    "linear": RoleLayers((_LINEAR,)),
+    "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
     "lm_head": RoleLayers(("ParallelLMHead",)),
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear")),

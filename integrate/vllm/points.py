@@ -16,6 +16,7 @@ from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
 from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
+from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
@@ -35,6 +36,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         Down,
         Linear,
         LmHead,
+        LinearFp8,
         ExpertsToNorm,
         RmsNorm,
         GemmaRmsNorm,

@@ -287,6 +287,27 @@ def test_the_operator_runs_under_compile_and_falls_back_inside() -> None:
     made().op(original)  # the name is free again
 
 
+def test_each_function_of_the_engine_has_an_operator_of_its_own() -> None:
+    ran: list[str] = []
+    dispatch = made()
+    first, second = (
+        dispatch.op(lambda *given, it=name: ran.append(it)) for name in ("first", "second")
+    )
+    try:
+        assert first is not second
+        refused = torch.randn(2, 12), torch.randn(2, 12), torch.randn(12)
+        with torch.inference_mode():
+            for operator in (second, first):
+                operator(*refused, 1e-5)
+                operator(*tensors(), 1e-5)
+        assert ran == ["second", "first"]
+        assert dispatch.book.calls == {CALL: 2}
+    finally:
+        dispatch.close()
+    name = f"op_{('d1' * 20)[:12]}"
+    assert not any(hasattr(torch.ops.patcher, each) for each in (name, f"{name}_1"))
+
+
 def test_two_dispatchers_of_one_patch_have_an_operator_each() -> None:
     first, second = made(), made()
     try:

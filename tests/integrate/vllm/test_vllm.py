@@ -170,6 +170,7 @@ def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
 
 RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ACTIVATION = "vllm.model_executor.layers.activation"
+_FP8 = "vllm.model_executor.kernels.linear.scaled_mm"
 _V2_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 PLACES = {
     "norm.plain": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
@@ -192,6 +193,15 @@ PLACES = {
     ],
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
+    "linear_fp8": [
+        f"{_FP8}.{place}.apply_block_scaled_mm"
+        for place in (
+            "cutlass:CutlassFp8BlockScaledMMKernel",
+            "triton:TritonFp8BlockScaledMMKernel",
+            "deep_gemm:DeepGemmFp8BlockScaledMMKernel",
+            "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        )
+    ],
     "lm_head": [
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply"
     ],
