@@ -17,6 +17,7 @@ from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
+from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
@@ -45,6 +46,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GatedDelta,
         GreedySampler,
         AddNormRoute,
+        QkNormRope,
     )
 }
 
