@@ -119,11 +119,11 @@ class _Block:
         self.positions, self.table = as_node(end.args[2]), as_node(end.args[3])
         self.parts = [_Normed(as_node(given), begin) for given in begin.args]
         query, key = self.parts
-        positions, table = example_of(self.positions), example_of(self.table)
+        _, table = map(example_of, (self.positions, self.table))
         if not query.size == key.size == table.shape[-1]:
             raise NotFusedError("a norm of something else than heads")
-        if not query.tokens == key.tokens == str(positions.numel()):
-            raise NotFusedError("heads of other tokens than the positions")
+        if query.tokens != key.tokens:
+            raise NotFusedError("query and key of different tokens")
         if value_of(query.epsilon) != value_of(key.epsilon):
             raise NotFusedError("norms of query and key with an epsilon each")
         if overlap(query.rows, key.rows, _VALUE):
