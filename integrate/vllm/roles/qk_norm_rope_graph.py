@@ -158,7 +158,7 @@ class _Block:
             self.begin.args = query.rows, key.rows
         for part in self.parts:
             part.norm.replace_all_uses_with(part.heads)
-            for node in (*part.shapes, part.norm):
+            for node in (*part.shapes, part.norm, *_seen_as(part.heads)):
                 if not node.users:
                     graph.erase_node(node)
 
