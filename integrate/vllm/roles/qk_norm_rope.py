@@ -78,8 +78,8 @@ class QkNormRope(MarkedRotation):
         return None
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
-        query, key = _norms_of(layer) or ()
-        return {"q_weight": query.weight.data, "k_weight": key.weight.data}
+        norms = dict(zip(("q_weight", "k_weight"), _norms_of(layer) or (), strict=False))
+        return {name: norm.weight.data for name, norm in norms.items()}
 
 
 def _norms_of(layer: Any) -> tuple[Any, Any] | None:
