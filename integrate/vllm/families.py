@@ -32,7 +32,8 @@ class Architecture:
     """As in `architectures` of a checkpoint's `config.json`."""
     module: str
     reaches: frozenset[str]
-    """Classes and functions that its class refers to, directly or through other models."""
+    """Classes and functions that its class refers to, directly or through other models, and the
+    attributes that these set."""
 
     @property
     def is_flat(self) -> bool:
@@ -160,9 +161,11 @@ def _names_of(node: ast.stmt) -> Iterator[str]:
 
 
 def _referred(node: ast.AST) -> set[str]:
-    """Names, and strings that may name an architecture: a multimodal model builds its language
-    model by one."""
+    """Names, what attributes are given, and strings that may name an architecture: a multimodal
+    model builds its language model by one."""
     found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    given = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    found |= {each.attr for each in given if isinstance(each.ctx, ast.Store)}
     texts = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
     return found | {text for text in texts if isinstance(text, str) and text.isidentifier()}
 

@@ -14,6 +14,8 @@ from patcher.integrate.vllm.tree import Tree
 _MOE = "FusedMoE|FusedMoEFactory"
 _MXFP4 = "mxfp4"
 _LINEAR = "RowParallelLinear|ColumnParallelLinear|ReplicatedLinear"
+_HEAD_NORMS = "q_norm|q_layernorm|query_layernorm", "k_norm|k_layernorm|key_layernorm"
+"""The attributes that hold the norms of heads of query and key."""
 _BY_NAME = "get_act_and_mul_fn"
 """Builds the activation that a config.json names."""
 
@@ -48,6 +50,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
     "lm_head": RoleLayers(("ParallelLMHead",)),
     "norm.plain": RoleLayers(("RMSNorm",)),
+    "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
     "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear")),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),

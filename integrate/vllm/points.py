@@ -18,6 +18,7 @@ from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
+from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
@@ -47,6 +48,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GatedDelta,
         GreedySampler,
         AddNormRoute,
+        QkNormRope,
     )
 }
 

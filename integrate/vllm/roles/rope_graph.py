@@ -95,6 +95,25 @@ def fuse(
         A reason for each rotation that stays vLLM's own.
     """
     graph = module.graph
+    return replace_marked(
+        module, lambda begin, end: _Rotation(graph, begin, end).fuse(operation, refusal, source_of)
+    )
+
+
+def replace_marked(
+    module: fx.GraphModule, replace: Callable[[fx.Node, fx.Node], None]
+) -> list[str]:
+    """Replace marked rotations, and take out all marks.
+
+    Args:
+        module: Dynamo's graph, changed in place.
+        replace: takes `enter` and `leave` of one, and takes `leave` out. Raises `NotFusedError`,
+            and then leaves the graph as it was.
+
+    Returns:
+        A reason for each rotation that stays vLLM's own.
+    """
+    graph = module.graph
     reasons: list[str] = []
     begin: fx.Node | None = None
     for node in list(graph.nodes):
@@ -108,11 +127,11 @@ def fuse(
             begin = node
         elif begin is not None:
             try:
-                _Rotation(graph, begin, node).fuse(operation, refusal, source_of)
+                replace(begin, node)
             except NotFusedError as error:
                 reasons.append(str(error))
-                _take_out(graph, node)
-            _take_out(graph, begin)
+                take_out(graph, node)
+            take_out(graph, begin)
             begin = None
     graph.lint()
     module.recompile()
@@ -232,7 +251,7 @@ class _Rotation:
         for node in reversed([*between(self.end, attend)]):
             if is_reshape(node) and not node.users:
                 self.graph.erase_node(node)
-        _take_out(self.graph, self.end)
+        take_out(self.graph, self.end)
         # vLLM's own rotation, whether it works in place or not
         for node in reversed([*between(self.begin, call)]):
             if node in spared and not node.users:
@@ -278,7 +297,7 @@ def _use_instead(rotated: fx.Node, plain: fx.Node) -> None:
     )
 
 
-def _take_out(graph: fx.Graph, mark: fx.Node) -> None:
+def take_out(graph: fx.Graph, mark: fx.Node) -> None:
     """Let the users of a mark use what it was given."""
     for index, item in items_of(mark):
         item.replace_all_uses_with(as_node(mark.args[index]))

@@ -61,7 +61,7 @@ class RopeKvOperator:
         self._resolve = utils._resolve_layer_name
         self._context = sources.module(ATTENTION).get_attention_context
         self._tables = RoundedTables()
-        self._rotate = _rotation()
+        self._rotate = engines_rotation()
         self._library = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
 
         run, fake = self._functions()
@@ -196,8 +196,11 @@ class RoundedTables:
         return known.tensor
 
 
-def _rotation() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]:
-    """vLLM's own rotation, in place on query and key [tokens, heads * head_dim]."""
+def engines_rotation() -> Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
+]:
+    """vLLM's own rotation: positions [tokens], query and key [tokens, heads * head_dim], which are
+    written in place, head_dim and the table [positions, head_dim]."""
     platform = sources.module("vllm.platforms").current_platform
     kernels = sources.module("vllm._custom_ops")
     in_torch = sources.module(ROTARY).RotaryEmbedding.forward_static

@@ -95,6 +95,7 @@ def test_names_are_followed_through_the_files_of_models(tree: Tree) -> None:
     assert sees.builds(("RMSNorm", "RowParallelLinear")), "of the language model that it names"
     assert llama.builds(("RMSNorm", "ReplicatedLinear|RowParallelLinear"))
     assert not llama.builds(("GemmaRMSNorm",)), "another class of the same file"
+    assert llama.builds(("layers", "output")), "what its attributes are called"
     assert older.builds(("GemmaRMSNorm",))
     assert not older.builds(("RMSNorm",))
     assert (llama.is_flat, step.is_flat) == (False, True)

@@ -214,6 +214,11 @@ PLACES = {
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward",
         "vllm.compilation.backends:split_graph",
     ],
+    "qk_norm_rope": [
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward",
+        "vllm.compilation.backends:split_graph",
+        "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
+    ],
     "add_norm_route": [
         "vllm.compilation.backends:split_graph",
         "triton_kernels.routing:routing",
