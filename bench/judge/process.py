@@ -29,8 +29,17 @@ from patcher.bench.judge.memory_file import (
     read_from_start,
     write_at_start,
 )
-from patcher.bench.judge.zygote import RunnerFailure, Zygote, caches
+from patcher.bench.judge.zygote import (
+    ForgedReplyError,
+    RunnerFailure,
+    Zygote,
+    caches,
+    how_it_ended,
+    remove_folder,
+    text_of,
+)
 from patcher.bench.machine.environment import ROOT
+from patcher.bench.records import parse_json
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 
@@ -59,6 +68,8 @@ class Spent:
     """Microseconds by the judge's clock until the reply."""
     waited_us: float
     """Microseconds of these in which the main thread, or the judge, had to wait for a CPU."""
+    lost: int = 0
+    """Processes that were there before and ended, so that nobody knows what they used."""
 
     @property
     def idle_us(self) -> float:
@@ -95,6 +106,9 @@ class Runner:
         # on a CPU the second one holds the sets, which are not sent
         room = SETS_CAPACITY if zygote.device == "cpu" else CAPACITY
         self._files = [memory_file("inputs"), memory_file("outputs", room)]
+        # opened before any foreign code, which can put another file, a link or a pipe in its place
+        made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._log = os.open(self.folder / "log", made, 0o600)
         self.sets = SharedSets(self._files[1])
         """On a CPU: the buffer sets."""
         commands, self._commands = os.pipe()
@@ -195,13 +209,13 @@ class Runner:
         self.reply_s = time.perf_counter() - begin
         if reply.get("nonce") != nonce:
             self.kill()
-            raise RunnerFailure("a reply to another command came: a forged one", kind="Protocol")
+            raise ForgedReplyError("a reply to another command came: a forged one")
         if reply.get("ok") is True:
             return reply
         raise RunnerFailure(
-            _text(reply.get("error", "no reason given")),
-            trace=_text(reply.get("trace", "")),
-            kind=_text(reply.get("kind", "")),
+            text_of(reply.get("error", "no reason given")),
+            trace=text_of(reply.get("trace", "")),
+            kind=text_of(reply.get("kind", "")),
             fatal=False,
         )
 
@@ -231,7 +245,7 @@ class Runner:
         data = np.empty(sets * plan.returned_bytes, dtype=np.uint8)
         read_from_start(self._files[1], data)
         if zlib.crc32(data.data) != reply["crc"]:
-            raise RunnerFailure("its outputs changed after it handed them back", kind="Protocol")
+            raise ForgedReplyError("its outputs changed after it handed them back")
         return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])
 
     def stop(self) -> set[int]:
@@ -256,8 +270,9 @@ class Runner:
         own = tree.waited_s(threading.get_native_id())
         reply = self.command(do, timeout_s, **arguments)
         own = tree.waited_s(threading.get_native_id()) - own
-        used, waited = tree.CpuTime.of(self.stop(), self.main).since(before)
-        return reply, Spent(used * 1e6, self.reply_s * 1e6, (waited + own) * 1e6)
+        now = tree.CpuTime.of(self.stop(), self.main)
+        (used, waited), lost = now.since(before), len(now.lost(before))
+        return reply, Spent(used * 1e6, self.reply_s * 1e6, (waited + own) * 1e6, lost)
 
     def strayed_cpus(self) -> list[int]:
         """CPUs on which a thread may run, besides those it was pinned to; it must be stopped."""
@@ -275,7 +290,7 @@ class Runner:
                 self._buffer += chunk
                 if len(self._buffer) > _REPLY_LIMIT:
                     self.kill()
-                    raise RunnerFailure("it floods the reply channel", kind="Protocol")
+                    raise ForgedReplyError("it floods the reply channel")
             elif remaining <= 0:
                 self.kill()
                 message = f"no answer after {timeout_s:g} s: it hangs (killed)"
@@ -284,14 +299,12 @@ class Runner:
                 self._watch()
         line, self._buffer = self._buffer.split(b"\n", 1)
         try:
-            reply = json.loads(line)
+            reply = parse_json(line)
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
             self.kill()
-            raise RunnerFailure(
-                "its reply is not JSON: something else wrote to the channel", kind="Protocol"
-            )
+            raise ForgedReplyError("its reply is not JSON: something else wrote to the channel")
         return reply
 
     def _watch(self) -> None:
@@ -310,10 +323,7 @@ class Runner:
         if self._status is None:
             self.kill()
             return "it closed the reply channel (killed)"
-        code = os.waitstatus_to_exitcode(self._status)
-        if code < 0:
-            return f"crashed with {signal.Signals(-code).name}"
-        return f"exited with code {code} before it answered"
+        return how_it_ended(self._status)
 
     def kill(self) -> None:
         """End all its processes."""
@@ -324,25 +334,15 @@ class Runner:
 
     def log_tail(self, limit: int = 2000) -> str:
         """The last characters that the process printed."""
-        try:
-            with (self.folder / "log").open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(file.tell() - _LOG_LIMIT, 0))
-                return file.read().decode("utf-8", "replace")[-limit:]
-        except FileNotFoundError:
-            return ""
+        begin = max(os.fstat(self._log).st_size - _LOG_LIMIT, 0)
+        return os.pread(self._log, _LOG_LIMIT, begin).decode("utf-8", "replace")[-limit:]
 
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
         self.kill()
-        for descriptor in (self._commands, self._replies, *self._files):
+        for descriptor in (self._commands, self._replies, self._log, *self._files):
             os.close(descriptor)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _text(value: object) -> str:
-    """A runner's untrusted value as text of bounded length that can be encoded as UTF-8."""
-    return str(value)[:4000].encode("utf-8", "replace").decode()
+        remove_folder(self.folder)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

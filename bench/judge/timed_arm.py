@@ -187,7 +187,8 @@ class TimedArm:
         """Let the stopped runner make its calls.
 
         Raises:
-            WrongCall: a thread may run on another CPU than those the arm is pinned to.
+            WrongCall: a thread may run on another CPU than those the arm is pinned to, or a process
+                ended, so that its CPU time is not known.
         """
         _, spent = self.runner.clocked("go", **which)
         cpus = self.runner.cpus or []
@@ -197,6 +198,8 @@ class TimedArm:
                 f"let a thread run on CPU {', '.join(map(str, strayed))}; both sides are pinned to "
                 f"{', '.join(map(str, cpus))}",
             )
+        if self.checked and spent.lost:
+            raise WrongCall("guards", "a process ended in a timed call: its CPU time is lost")
         # noise may leave nothing of a very short call
         call_us = max(self.empty.net_us(spent, len(cpus)) / calls, 1e-3)
         return TimedBlock([call_us], calls, spent.wall_us)

@@ -27,6 +27,7 @@ from patcher.bench.judge.cases import Case
 from patcher.bench.judge.sets import packed
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
+from patcher.bench.records import parse_json
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built
@@ -261,7 +262,7 @@ def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int) -
 
 def _answer(result: Path) -> dict[str, Any]:
     try:
-        answer = json.loads(_text(result))
+        answer = parse_json(_text(result))
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}

@@ -27,7 +27,7 @@ from patcher.bench.judge.sanitizer import Sanitized, sanitize
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import WrongCall, fresh, make_ready
 from patcher.bench.judge.timing import TimingSession
-from patcher.bench.judge.zygote import RunnerFailure, placed
+from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, placed
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.ops.candidate import Candidate
@@ -329,7 +329,7 @@ class Trial:
         self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 
     def _failed(self, failure: RunnerFailure, check: str, detail: str) -> Wrong:
-        forged = failure.kind == "Protocol"
+        forged = isinstance(failure, ForgedReplyError)
         outcome = Outcome.GUARD_VIOLATION if forged else Outcome.RUNTIME_ERROR
         return Wrong(outcome, "channel" if forged else check, detail, _log(failure, self.runner))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,8 +33,7 @@ class RunnerFailure(Exception):
     Args:
         message: what happened.
         trace: traceback in the runner.
-        kind: name of the exception in the runner; or `Timeout`, `Memory`, or `Protocol` if the
-            runner's own code cannot have sent the reply.
+        kind: name of the exception in the runner, which chose it; or `Timeout` or `Memory`.
         fatal: whether the process has ended.
     """
 
@@ -41,6 +43,10 @@ class RunnerFailure(Exception):
         self.trace = trace
         self.kind = kind
         self.fatal = fatal
+
+
+class ForgedReplyError(RunnerFailure):
+    """A reply that the runner's own code cannot have sent."""
 
 
 class Zygote:
@@ -181,3 +187,43 @@ def caches(folder: Path, trusted: bool) -> dict[str, str]:
         "PATCHER_CACHE": str(caches),
         **({"PATCHER_OPS": user_op_folders()} if trusted else {}),
     }
+
+
+def how_it_ended(status: int) -> str:
+    """Why a runner ended, by its wait status, in words."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with code {code} before it answered"
+    names = {each.value: each.name for each in signal.Signals}
+    # most real-time signals have no name
+    return f"crashed with {names.get(-code, f'signal {-code}')}"
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that a stranger filled, however deep it is nested; what resists stays.
+
+    Each inner folder is first moved to the top, so that no path is long and nothing recurses.
+    """
+    top = str(folder)
+    todo = [top]
+    while todo:
+        place = todo.pop()
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(place)):
+                with contextlib.suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)
+                    moved = f"{top}/{secrets.token_hex(16)}"
+                    os.rename(entry.path, moved)
+                    todo.append(moved)
+            if place != top:
+                os.rmdir(place)
+    with contextlib.suppress(OSError):
+        os.rmdir(top)
+
+
+def text_of(value: object) -> str:
+    """A runner's untrusted value as text of bounded length that can be encoded as UTF-8."""
+    return str(value)[:4000].encode("utf-8", "replace").decode()

@@ -117,6 +117,10 @@ class CpuTime:
         waited = self.waited_s - before.waited_s if self.last_id == before.last_id else 0.0
         return used, waited
 
+    def lost(self, before: CpuTime) -> set[int]:
+        """Processes that ended since then and are gone, with the CPU time that they used."""
+        return before.used_s.keys() - self.used_s.keys()
+
 
 def _cpu_s(pid: int) -> float:
     """CPU time of a process in seconds; 0 if it has ended and is gone."""

@@ -37,7 +37,8 @@ class TorchToolchain(Toolchain):
                 path.write_text(candidate.source, encoding="utf-8")
             else:
                 log = f"no top-level function {contract.name}"
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # the last two: it is nested too deeply
             log = f"{type(error).__name__}: {error}"
         return Built(
             language=self.language,
