@@ -14,6 +14,7 @@ from patcher.ab.job import ABJob
 from patcher.bench import Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
 from patcher.bench.ab.phases import ABProgress
+from patcher.bench.ab.processes import WARM_UP_STEPS
 from patcher.bench.ab.tuning import chosen_options, options_for, tune
 from patcher.bench.ab.windows import prompt_seed
 from patcher.bench.engines import ENGINES, cache_argument, compiles
@@ -22,8 +23,6 @@ from patcher.integrate import Patch, engine_wants
 
 TUNED_LOAD_S = 300.0
 """Time limit in seconds to load; a configuration that takes longer (it may compile) fails."""
-COMPILED_STEPS = 8
-"""Decode steps of a process that only compiles."""
 STAGGER_S = 2.0
 """Seconds between two starts, so that the first one to start allocates memory first."""
 
@@ -53,8 +52,9 @@ class ArmLauncher:
         with self._compiling:
             if which not in self._compiled and compiles(self.job.workload.engine):
                 first = self.launch(name, arguments, memory_share, patches)
+                steps = min(self.job.workload.output_len, WARM_UP_STEPS)
                 try:
-                    first.warm_up(prompt_seed(self.job.seed, -1), COMPILED_STEPS)
+                    first.warm_up(prompt_seed(self.job.seed, -1), steps)
                 finally:
                     first.close()
                 self._compiled.add(which)
