@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import tempfile
 import threading
@@ -35,13 +34,13 @@ from patcher.bench.judge.zygote import (
     Zygote,
     caches,
     how_it_ended,
-    remove_folder,
     text_of,
 )
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import parse_json
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.sandbox import remove_folder
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
@@ -135,7 +134,7 @@ class Runner:
         try:
             self._pid = zygote.fork(job, [commands, replies, inputs, self._files[1]])
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
             raise
         finally:
             for descriptor in (commands, replies, inputs):

@@ -8,12 +8,9 @@ output, so it is untrusted and read as text of bounded length.
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +25,7 @@ from patcher.bench.judge.sets import packed
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 from patcher.bench.records import parse_json
+from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built
@@ -145,8 +143,7 @@ def run(
         memory_bytes: limit on host memory in bytes.
         environment: further environment variables.
     """
-    with tempfile.TemporaryDirectory(prefix="patcher-once-", ignore_cleanup_errors=True) as name:
-        top = Path(name)
+    with strangers_folder("patcher-once-") as top:
         top.chmod(0o755)
         kit, folder = top / "kit", top / "run"
         zygote.lay_out(kit)
@@ -269,12 +266,5 @@ def _answer(result: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Text of a file that the candidate could have written; links and pipes are not followed."""
-    try:
-        place = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""  # absent, a link, or unreadable
-    with os.fdopen(place, "rb") as file:
-        if not stat.S_ISREG(os.fstat(place).st_mode):
-            return ""
-        return file.read(_MOST_BYTES).decode("utf-8", "replace")
+    """Text of a file that the candidate could have written; empty if it is no plain file."""
+    return (plain_file(path, _MOST_BYTES) or b"").decode("utf-8", "replace")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -197,31 +195,6 @@ def how_it_ended(status: int) -> str:
     names = {each.value: each.name for each in signal.Signals}
     # most real-time signals have no name
     return f"crashed with {names.get(-code, f'signal {-code}')}"
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder that a stranger filled, however deep it is nested; what resists stays.
-
-    Each inner folder is first moved to the top, so that no path is long and nothing recurses.
-    """
-    top = str(folder)
-    todo = [top]
-    while todo:
-        place = todo.pop()
-        with contextlib.suppress(OSError):
-            for entry in list(os.scandir(place)):
-                with contextlib.suppress(OSError):
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)
-                    moved = f"{top}/{secrets.token_hex(16)}"
-                    os.rename(entry.path, moved)
-                    todo.append(moved)
-            if place != top:
-                os.rmdir(place)
-    with contextlib.suppress(OSError):
-        os.rmdir(top)
 
 
 def text_of(value: object) -> str:

@@ -18,6 +18,7 @@ from pydantic import Field
 from patcher.bench.machine.environment import cpu_instructions
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.records import Record
+from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0
@@ -63,18 +64,19 @@ def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
             cached=True,
         )
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=folder) as scratch:
-        work = Path(scratch)
+    with strangers_folder(f"{key}.", folder) as work:
         for name, text in {**job.files, candidate.file_name: candidate.source}.items():
             (work / name).write_text(text, encoding="utf-8")
         code, log = run_compiler([*job.command], work, environment=job.environment)
         log = _without_paths(log, work)[:LOG_LIMIT]
         path = None
-        if code == 0 and (work / job.product).is_file():
-            (work / "build.log").write_text(log, encoding="utf-8")
+        product = plain_file(work / job.product) if code == 0 else None
+        if product is not None:
             path = done / job.product
             if not done.exists():
-                _keep(work, done, {job.product, "build.log", candidate.file_name})
+                source = candidate.source.encode()  # not what a build left in its place
+                made = {job.product: product, "build.log": log.encode()}
+                _keep(done, {**made, candidate.file_name: source})
     return Built(
         language=candidate.language,
         path=path,
@@ -86,10 +88,10 @@ def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
     )
 
 
-def _keep(work: Path, done: Path, names: set[str]) -> None:
+def _keep(done: Path, files: Mapping[str, bytes]) -> None:
     staged = Path(tempfile.mkdtemp(prefix="done.", dir=done.parent))
-    for name in names:
-        shutil.copy2(work / name, staged / name)
+    for name, content in files.items():
+        (staged / name).write_bytes(content)
     try:
         staged.rename(done)
     except OSError:  # another process finished the same build first

@@ -13,13 +13,13 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from patcher.bench import Record, UsageError, parse_json, problem
+from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.formats.foreign_contract import Refused
 
@@ -195,8 +195,7 @@ def trace(found: Problem) -> ProblemTrace:
     Raises:
         Refused: it cannot be traced.
     """
-    with tempfile.TemporaryDirectory(prefix="patcher-problem-") as folder:
-        work = Path(folder)
+    with strangers_folder("patcher-problem-") as work:
         (work / "problem.py").write_text(found.source, encoding="utf-8")
         shutil.copytree(
             Path(__file__).with_name("runner"),
@@ -205,14 +204,14 @@ def trace(found: Problem) -> ProblemTrace:
         )
         command = [sys.executable, "-P", "-m", "patcher_trace.script", "problem.py", "trace.json"]
         code, log = run_compiler(command, work, TRACE_S, {"PYTHONPATH": str(work)})
-        told = work / "trace.json"
-        if code != 0 or told.is_symlink() or not told.is_file():
+        told = plain_file(work / "trace.json", _LINES + 1) if code == 0 else None
+        if told is None:
             last = (log.strip().splitlines() or [f"exit code {code}"])[-1]
             raise Refused(f"the sandbox ended its trace: {plain(last)}; a smaller --scale may help")
-        if told.stat().st_size > _LINES:
+        if len(told) > _LINES:
             raise Refused("its trace is too large")
         try:
-            document = parse_json(told.read_bytes())
+            document = parse_json(told)
             if isinstance(document, dict) and "refused" in document:
                 raise Refused(plain(str(document["refused"])))
             return ProblemTrace.model_validate(document)
