@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,15 +288,16 @@ def test_a_wait_for_the_cpu_is_told_where_nothing_was_begun() -> None:
                 pin([each.pid], cpu)
                 assert each.stdout
                 each.stdout.readline()
-            for _ in range(20):  # until nothing else of this machine is begun meanwhile
-                before = CpuTime.of(stop(one.pid), one.pid)
-                os.kill(one.pid, signal.SIGCONT)
-                time.sleep(0.2)
-                used, waited = CpuTime.of(stop(one.pid), one.pid).since(before)
-                if waited:
-                    break
+            begun = time.monotonic()
+            before = CpuTime.of(stop(one.pid), one.pid)
+            os.kill(one.pid, signal.SIGCONT)
+            time.sleep(0.2)
+            after = CpuTime.of(stop(one.pid), one.pid)
+            quiet = replace(after, last_id=before.last_id)  # as if this machine were idle
+            used, waited = quiet.since(before)
             assert waited > 0.02
-            assert used < 0.2
+            assert used < time.monotonic() - begun
+            assert replace(after, last_id="another").since(before) == (used, 0.0)
         finally:
             one.kill()
             other.kill()
