@@ -105,6 +105,8 @@ def command(policy: Policy, *program: str, without: tuple[str, ...] = ()) -> lis
         without: parts of the sandbox to leave out, for tests.
     """
     document = json.dumps({**asdict(policy), "without": without})
+    if program and os.path.isabs(program[0]):  # a folder that a `..` leaves is not visible there
+        program = (os.path.normpath(program[0]), *program[1:])
     return [sys.executable, "-IS", confine.__file__, document, *program]
 
 

@@ -460,6 +460,20 @@ print(json.dumps([attempt(fill(path)) for path in ("/tmp/a", "/dev/shm/a")]))"""
     assert told == [[False, "No space left on device"]] * 2
 
 
+def test_a_program_may_be_named_by_a_path_with_dots(tmp_path: Path) -> None:
+    """An environment beside the folder that one works in: `../../.venv/bin/python`."""
+    away = tmp_path / "one" / "two"
+    away.mkdir(parents=True)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    python = os.path.join(away, os.path.relpath(sys.executable, away))
+    command = sandbox.command(
+        sandbox.runner_policy(folder, device="cpu"), python, "-IS", "-c", "print(6 * 7)"
+    )
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert found.stdout == "42\n", found.stderr
+
+
 @every_rung
 def test_descriptors_are_not_inherited(box: Box, mode: str) -> None:
     with open(ROOT / "README.md") as file:
