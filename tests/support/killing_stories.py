@@ -83,7 +83,7 @@ def loop(root: Path, effect: Effect) -> None:
 
 def whole(root: Path, effect: Effect) -> None:
     """Profile, loop, patch, A/B, decision, report."""
-    import patcher.integrate.patch
+    import patcher.integrate.manifest
     from patcher import pipeline
     from patcher.commands.workloads import workload_for
     from patcher.models.ceilings import Account
@@ -95,7 +95,7 @@ def whole(root: Path, effect: Effect) -> None:
         with effect(step):
             return record
 
-    patcher.integrate.patch.datetime = _Stopped  # type: ignore[attr-defined]
+    patcher.integrate.manifest.datetime = _Stopped  # type: ignore[attr-defined]
     # it holds times, and what a kill leaves unknown; the killer holds the money against the calls
     gather.account = lambda _: Account()  # type: ignore[assignment]
     pipeline._profile = lambda *_: done("profile", profile)  # type: ignore[assignment]
