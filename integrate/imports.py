@@ -9,6 +9,8 @@ Notes list what a person should improve; what cannot be imported is refused with
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,12 @@ class _Import:
         self.sources[f"{folder}/{candidate.file_name}"] = candidate.digest
 
 
-def import_kernel(path: Path, out: Path, problems: ProblemOptions | None = None) -> ImportResult:
+def import_kernel(
+    path: Path,
+    out: Path,
+    problems: ProblemOptions | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> ImportResult:
     """Import the kernels of an export or of a flashinfer-bench dataset as sources and op folders,
     or KernelBench problems as op folders.
 
@@ -84,7 +91,8 @@ def import_kernel(path: Path, out: Path, problems: ProblemOptions | None = None)
             of them.
         out: the folder to write, with the layout of `kernels/`: `OP/solutions/NAME/`, and
             `OP/op.toml` for new ops.
-        problems: sizes and precisions of KernelBench problems.
+        problems: sizes and precisions of KernelBench problems; each is written once it is traced.
+        on_progress: is told stage, done and total as problems are traced.
 
     Returns:
         What was written, what was refused, and notes.
@@ -102,7 +110,8 @@ def import_kernel(path: Path, out: Path, problems: ProblemOptions | None = None)
         definition = _record(Definition, path.read_bytes(), path.name)
         _definition(definition, [], [], result)
     elif found := problem_files(path):
-        traced = import_problems(found, problems or ProblemOptions())
+        keep = partial(_write, out)
+        traced = import_problems(found, problems or ProblemOptions(), on_progress, keep)
         result.files |= traced.files
         result.ops += traced.ops
         result.notes += traced.notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Problems:
     files: dict[str, bytes] = field(default_factory=dict)
     ops: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    notes_by_text: dict[str, list[str]] = field(default_factory=dict)
+    """The ops that a note is of."""
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,8 +71,19 @@ def own_problem_op(path: Path, precision: str, origin: str) -> tuple[str, dict[s
     return op.contract.name, op_files(problem, traced, op, column)
 
 
-def import_problems(paths: list[Path], options: ProblemOptions) -> Problems:
+def import_problems(
+    paths: list[Path],
+    options: ProblemOptions,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    keep: Callable[[dict[str, bytes]], None] | None = None,
+) -> Problems:
     """Trace each problem in the sandbox and write it as one op per precision.
+
+    Args:
+        paths: the problem files.
+        options: sizes and precisions.
+        on_progress: is told each problem before it is traced.
+        keep: is given the files of each problem once it is traced.
 
     Raises:
         UsageError: an unknown precision.
@@ -78,11 +92,20 @@ def import_problems(paths: list[Path], options: ProblemOptions) -> Problems:
 
     columns = [_column(name) for name in options.precisions]
     result = Problems()
-    for path in paths:
+    for done, path in enumerate(paths):
+        if on_progress:
+            on_progress(f"trace ({path.stem})", done, len(paths))
+        known = set(result.files)
         try:
             _one(path, columns, options, result)
         except Refused as reason:
             result.refused[path.name] = str(reason)
+        if keep:
+            keep({name: data for name, data in result.files.items() if name not in known})
+    result.notes = [f"{', '.join(ops)}: {note}" for note, ops in result.notes_by_text.items()]
+    for column in columns:
+        written = sum(op.endswith(column.suffix) for op in result.ops)
+        result.notes.append(f"{written}: {column.said}")
     result.notes.append(f"the files ran in the sandbox only: {sandbox_description()[1]}")
     return result
 
@@ -108,5 +131,5 @@ def _one(
             raise Refused(f"the library has another op {name}")
         result.files |= op_files(problem, traced, op, column)
         result.ops.append(name)
-        result.notes += [f"{name}: {note}" for note in op.notes]
-        result.notes.append(f"{name}: {column.said}")
+        for note in (*op.notes, column.said):
+            result.notes_by_text.setdefault(note, []).append(name)

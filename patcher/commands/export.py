@@ -121,14 +121,16 @@ def import_(
     """
     from patcher.integrate import ProblemOptions, import_kernel, import_model_new, sizes_of
 
+    output = Output(as_json)
     if op is not None:
         done = import_model_new(op, path, out)
     else:
         options = ProblemOptions(tuple(precision or ("fp32",)), scale, sizes_of(size or []))
-        done = import_kernel(path, out, options)
+        with output.progress() as bar:
+            done = import_kernel(path, out, options, bar)
     lines = [f"{out / name}  {digest[:12]}" for name, digest in done.sources.items()]
     lines += [f"{out / name}: a new op" for name in done.ops]
     lines += [f"  note: {each}" for each in done.notes]
     lines += [f"  refused: {name}: {reason}" for name, reason in done.refused.items()]
-    Output(as_json).emit(done, *(Text(line) for line in lines))
+    output.emit(done, *(Text(line) for line in lines))
     return 0

@@ -19,6 +19,7 @@ import torch
 from patcher.bench import Candidate, Evaluation, Language, Outcome, load_op
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.cli import main
+from patcher.integrate import import_kernel
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.contract import PRECISIONS, op_of
 from patcher.integrate.kernelbench.op_files import op_files
@@ -340,3 +341,24 @@ def test_what_cannot_be_imported_says_why(
     assert patcher(["export", str(file), "--to", "kernelbench", *out]) == 2
     assert "--problem" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_an_interrupted_import_keeps_what_was_traced(tmp_path: Path) -> None:
+    folder = tmp_path / "level9"
+    folder.mkdir()
+    for name, function in (("1_relu", "relu"), ("2_gelu", "gelu")):
+        plain = RANDOM.replace("dropout(x, 0.5, self.training)", f"{function}(x)")
+        (folder / f"{name}.py").write_text(plain)
+    told = []
+
+    def stop_at_the_second(stage: str, done: int, total: int) -> None:
+        told.append((stage, done, total))
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_kernel(folder, tmp_path / "out", on_progress=stop_at_the_second)
+    assert told == [("trace (1_relu)", 0, 2), ("trace (2_gelu)", 1, 2)]
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["level9_1_relu"]
+    done = import_kernel(folder, tmp_path / "out")  # what is there is the same
+    assert done.ops == ("level9_1_relu", "level9_2_gelu")
