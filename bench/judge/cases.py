@@ -30,7 +30,8 @@ from patcher.bench.ops.op import Op
 
 Values = dict[str, Tensor]
 MIXED_BYTES = 16 << 20
-"""Size in bytes above which a read-only tensor of arbitrary bits is not sent."""
+"""Size in bytes above which a read-only tensor of arbitrary bits is not sent, and neither are
+weights of normal values."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned."""
 WIDTHS = 2
@@ -197,8 +198,12 @@ def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
     return [*sweep.points(), *hidden]
 
 
-def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True) -> Layout:
-    """The layout of the tensors. With `sparing`, large read-only ones are not sent in full."""
+def tensors_of(
+    op: Op, point: Point, placed: str = "plain", sparing: bool = True, usual: bool = True
+) -> Layout:
+    """The layout of the tensors. With `sparing`, large read-only ones are not sent in full: weights
+    where their values are the `usual` ones.
+    """
     contract = op.contract
     wanted = []
     for tensor in contract.tensors:
@@ -215,15 +220,16 @@ def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True
                 shape=shape,
                 strides=strides,
                 shift=SHIFT if shifted else 0,
-                travel=_travel(tensor, size) if spared else "bytes",
+                travel=_travel(tensor, dtype, size, usual) if spared else "bytes",
                 constant=tensor.constant,
             )
         )
     return layout(wanted)
 
 
-def _travel(tensor: TensorSpec, size: int) -> Travel:
-    if tensor.values == "bits" and size >= MIXED_BYTES and size % 8 == 0:
+def _travel(tensor: TensorSpec, dtype: str, size: int, usual: bool) -> Travel:
+    weight = tensor.constant and tensor.values == "any" and DTYPES[dtype].wide_mantissa > 0
+    if (tensor.values == "bits" or (usual and weight)) and size >= MIXED_BYTES and size % 8 == 0:
         return "mixed"
     return "checked" if size >= CHECKED_BYTES else "bytes"
 

@@ -104,7 +104,7 @@ class DeviceCode:
 
         Args:
             sets: the calls' buffer sets; their values do not matter.
-            stock: random bits that large tensors are mixed from.
+            stock: what large tensors are mixed from.
             point: their point, for a reason why it cannot be done.
             timeout_s: time limit in seconds of each command.
 

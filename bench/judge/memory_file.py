@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patcher.bench.judge.blob import Bytes, Layout, as_slot
 
-CAPACITY = 1 << 30
+CAPACITY = 2 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
 SETS_CAPACITY = 1 << 36

@@ -1,4 +1,4 @@
-"""Random bits from which large tensors are mixed, drawn once per trial and copied to each runner.
+"""The pool from which large tensors are mixed, drawn once per trial and copied to each runner.
 
 See `bench/runner/mixing.py`. The place and mask of a set follow from its case's secret seed; each
 command to the runner contains them, as it would contain the bytes.
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patcher.bench.judge import regimes
 from patcher.bench.judge.blob import Bytes, Layout, Slot
 from patcher.bench.judge.cases import Case, Secrets, Values, shapes_tried, tensors_of
 from patcher.bench.judge.process import Runner
-from patcher.bench.ops.contract import Sweep
+from patcher.bench.ops.contract import Point, Sweep
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
@@ -24,24 +25,48 @@ from patcher.bench.runner.mixing import Mixer
 PIECE_BYTES = 64 << 20
 """Size of the pieces in which a pool is sent."""
 
+ANY = "bits"
+"""The part of a pool that all tensors of arbitrary bits share."""
+
 Recipe = list[int]
-"""First word, mask, and the byte in which a bit is flipped, or -1."""
+"""What `Mixer.mix` takes."""
 
 
 class RandomPool:
-    """The pool of one trial: as large as the largest mixed tensor, or empty."""
+    """The pool of one trial: random bits as many as the largest tensor of bits has, then the values
+    of weights that are mixed, by dtype and shape, as their op draws them; or empty.
+    """
 
     def __init__(self, op: Op, sweep: Sweep, device: str, draw: Secrets) -> None:
-        plans = [tensors_of(op, point) for point in shapes_tried(op, sweep)]
-        self.size = max((slot.span_bytes for plan in plans for slot in mixed(plan)), default=0)
-        self.bits = torch.empty(0, dtype=torch.uint8, device=device)
-        if self.size:
-            generator = torch.Generator(device).manual_seed(draw.seed())
-            self.bits = torch.randint(
-                0, 256, (self.size,), generator=generator, device=device, dtype=torch.uint8
-            )
+        self._anything = {each.name for each in op.contract.tensors if each.values == "bits"}
+        parts: dict[str, tuple[Slot, Point]] = {}
+        for point in _points(op, sweep):
+            for slot in mixed(tensors_of(op, point)):
+                part = self._part(slot)
+                if part not in parts or slot.span_bytes > parts[part][0].span_bytes:
+                    parts[part] = slot, point
+        self._parts: dict[str, tuple[int, int]] = {}
+        pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
+        for part, (slot, point) in parts.items():
+            self._parts[part] = sum(map(len, pieces)), slot.span_bytes
+            if part == ANY:
+                pieces.append(_bits(slot.span_bytes, draw.seed(), device))
+            else:
+                drawn = regimes.make(op, point, draw.seed(), "normal", device)[slot.name]
+                pieces.append(drawn.contiguous().view(-1).view(torch.uint8))
+        self.bits = pieces[-1] if len(pieces) == 2 else torch.cat(pieces)
+        self.size = len(self.bits)
         self._mixer = Mixer()
         self._rooms: list[Bytes] = []
+
+    def _part(self, slot: Slot) -> str:
+        return ANY if slot.name in self._anything else f"{slot.name} {slot.dtype} {slot.shape}"
+
+    def holds(self, plan: Layout) -> bool:
+        """Whether each mixed tensor has its part: weights have one by shape, since an op may scale
+        them by a size, and shapes that are drawn anew have none.
+        """
+        return all(self._part(slot) in self._parts for slot in mixed(plan))
 
     def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
         """A buffer for the sent bytes, [sets, set_bytes]. It is reused once `user` is gone, since
@@ -58,12 +83,25 @@ class RandomPool:
         return [self._recipe(case, slot) for slot in mixed(plan)]
 
     def _recipe(self, case: Case, slot: Slot) -> Recipe:
+        begin, size = self._parts[self._part(slot)]
         chosen = random.Random(f"{case.seed} {slot.name}")
-        at, mask = chosen.randrange(self.size // 8), chosen.getrandbits(64) - (1 << 63)
+        at, mask = chosen.randrange(size // 8), chosen.getrandbits(64)
+        dtype = DTYPES[slot.dtype]
+        mantissa = 0 if slot.name in self._anything else dtype.wide_mantissa
+        if mantissa:  # whole rows, so that what an op draws by column stays there
+            row = max(slot.shape[-1] * dtype.item_bytes // 8, 1)
+            at -= at % row
+            lanes = range(0, 64, dtype.bits)
+            mask &= sum(((1 << mantissa) - 1) << lane for lane in lanes)
+        signed = mask - (1 << 64) if mask >> 63 else mask
         if case.changed is None:
-            return [at, mask, -1]
+            return [at, signed, 0, 0, begin, size]
         changed = random.Random(f"{case.changed} {slot.name}")
-        return [at, mask, changed.randrange(slot.span_bytes)]
+        if not mantissa:
+            return [at, signed, changed.randrange(slot.span_bytes), 1, begin, size]
+        item = changed.randrange(slot.span_bytes // dtype.item_bytes)
+        byte, bit = divmod(mantissa - 1, 8)  # the highest: a change that can be told
+        return [at, signed, item * dtype.item_bytes + byte, 1 << bit, begin, size]
 
     def values(self, case: Case, plan: Layout) -> Values:
         """The mixed tensors of a case, as the runner computes them."""
@@ -87,6 +125,21 @@ class RandomPool:
             runner.send(piece)
             runner.command("stock", whole=self.size, at=at, size=len(piece))
         runner.lent = self
+
+
+def _points(op: Op, sweep: Sweep) -> list[Point]:
+    """The points of a candidate that are known beforehand, with each pairing of dtypes."""
+    choices = op.contract.dtype_choices()
+    return [
+        Point(axes=point.axes, dtypes=dtypes)
+        for point in shapes_tried(op, sweep)
+        for dtypes in [point.dtypes, *choices]
+    ]
+
+
+def _bits(size: int, seed: int, device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(0, 256, (size,), generator=generator, device=device, dtype=torch.uint8)
 
 
 def mixed(plan: Layout) -> list[Slot]:

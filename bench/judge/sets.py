@@ -39,8 +39,11 @@ class CallSets:
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
-        """Cases of one shape and placement, with their values on the device."""
-        plan = tensors_of(op, cases[0].point, cases[0].placed)
+        """Cases of one shape, placement and regime, with their values on the device."""
+        first = cases[0]
+        plan = tensors_of(op, first.point, first.placed, usual=first.regime == "normal")
+        if not stock.holds(plan):
+            plan = tensors_of(op, first.point, first.placed, usual=False)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)

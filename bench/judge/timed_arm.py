@@ -86,7 +86,7 @@ class TimedArm:
     runner: Runner
     """The process that runs this arm."""
     stock: RandomPool
-    """Random bits that large tensors are mixed from."""
+    """What large tensors are mixed from."""
     checked: bool
     """Whether its outputs are checked, which those of the candidate are."""
     accused: bool = True

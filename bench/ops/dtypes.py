@@ -7,6 +7,7 @@ torch: `codes.py` decodes and encodes it. Formats: OCP "8-bit Floating Point Spe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,11 @@ class Dtype:
     """Triton's type of a narrow dtype's item; `tl.uint8`: it has none, so its bytes are viewed."""
     metal: str | None = None
     """Metal's type, if there is one."""
+
+    @property
+    def wide_mantissa(self) -> int:
+        """Stored bits of the mantissa of a floating-point number of 16 bits or more, else 0."""
+        return 0 if self.narrow or not self.eps else round(-math.log2(self.eps))
 
     @property
     def item_bytes(self) -> int:

@@ -1,9 +1,10 @@
 """Create large read-only tensors in the runner, and check them there by digest.
 
-A tensor that may hold any bits is *mixed* on the device from a pool of random bits that was sent
-once. It is a stretch of the pool that wraps around its end, with each 64-bit word xored with one
-mask. One bit is flipped if the set is a near copy of another. So each set has different values in
-every word, and 0.3 GB need not be sent for each. The pool is as large as the tensor, so the bits
+A large tensor is *mixed* on the device from a pool that was sent once: random bits for a tensor
+that may hold any, its own values for weights. It is a stretch of its part of the pool that wraps
+around the end, with each 64-bit word xored with one mask, which for weights has bits of mantissas
+alone. One bit is flipped if the set is a near copy of another. So each set has different values in
+every word, and 0.3 GB need not be sent for each. The part is as large as the tensor, so the values
 still have to be read from memory.
 
 A *digest* replaces bytes that need not be returned. Its key is sent after the calls. 32-bit words
@@ -38,20 +39,22 @@ class Mixer:
 
         Args:
             target: uint8, a multiple of 8 bytes, no longer than the stock.
-            stock: the pool of random bits, uint8.
-            recipe: first word, mask, and the byte whose lowest bit is flipped, or -1.
+            stock: the pool, uint8.
+            recipe: first word, mask, a byte and what it is xored with at last, and begin and size
+                of the tensor's part of the pool in bytes.
         """
-        at, mask, flipped = recipe
-        words, source = self._view(target, self._int64), self._view(stock, self._int64)
+        at, mask, changed, bits, begin, size = recipe
+        words = self._view(target, self._int64)
+        source = self._view(stock[begin : begin + size], self._int64)
         if len(words) > len(source):
             raise ValueError(f"{len(words)} words of a stock of {len(source)}")
         first = min(len(words), len(source) - at)
         self._xor(source[at : at + first], mask, out=words[:first])
         if first < len(words):
             self._xor(source[: len(words) - first], mask, out=words[first:])
-        if flipped >= 0:
-            byte = target[flipped : flipped + 1]
-            self._xor(byte, 1, out=byte)
+        if bits:
+            byte = target[changed : changed + 1]
+            self._xor(byte, bits, out=byte)
 
     def surround(self, block: Any) -> None:
         """Fill a block with the red zone's pattern, before a tensor is mixed into it."""

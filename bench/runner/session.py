@@ -149,7 +149,7 @@ class Session(Carrying):
         return {"times_ns": times}
 
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
-        """CUDA: receive a part of the pool of random bits that large tensors are mixed from."""
+        """CUDA: receive a part of the pool of what large tensors are mixed from."""
         import torch
 
         if at == 0:

@@ -65,8 +65,8 @@ def test_the_right_one_is_right_and_hardly_anything_is_sent(judge: Judge) -> Non
     assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.failed_checks
     plan = tensors_of(OP, POINT)
     assert {slot.name: slot.travel for slot in plan.watched} == {
-        **dict.fromkeys(("x", "scales", "bias"), "checked"),
-        "weights": "mixed",
+        **dict.fromkeys(("x", "scales"), "checked"),
+        **dict.fromkeys(("weights", "bias"), "mixed"),
     }
     assert plan.returned_bytes < plan.sent_bytes < plan.set_bytes
 
@@ -146,7 +146,7 @@ def test_how_many_sets_follows_from_what_one_weighs(monkeypatch: pytest.MonkeyPa
 def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 2000}})
+    sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 3000}})
     with pytest.raises(bench.UsageError, match=r"too large to be judged: 0.* GiB go to") as caught:
         planning.require_fits(OP, sweep, "cpu")
     assert 'values = "bits"' in caught.value.hint
@@ -192,12 +192,66 @@ def test_a_mixed_tensor_is_the_stock_from_a_place_on_and_round_its_end(
     bits = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(1))
     target, stored = torch.empty(800, dtype=torch.uint8), bits.bits.numpy().view(np.uint64)
     at, mask = len(stored) - 10, (1 << 62) + 12345
-    Mixer().mix(target, bits.bits, [at, mask, 401])
+    Mixer().mix(target, bits.bits, [at, mask, 401, 1, 0, bits.size])
     expected = np.roll(stored, 10)[:100] ^ np.uint64(mask)
     expected.view(np.uint8)[401] ^= 1
     assert (target.numpy().view(np.uint64) == expected).all()
     with pytest.raises(ValueError, match="words of a stock"):
-        Mixer().mix(torch.empty(bits.size + 8, dtype=torch.uint8), bits.bits, [0, 1, -1])
+        Mixer().mix(
+            torch.empty(bits.size + 8, dtype=torch.uint8), bits.bits, [0, 1, 0, 0, 0, bits.size]
+        )
+
+
+LINEAR = bench.load_op("linear")
+BY_ROW = LINEAR.sweep("cpu").points()[-1]
+KEPT = """import torch
+made = {}
+def linear(x, weight, bias, output):
+    key = KEY
+    if key not in made:
+        made[key] = weight.float().T.contiguous()
+    wide = x.float() @ made[key]
+    output.copy_(wide + bias.float() if bias.numel() else wide)
+"""
+
+
+def test_weights_keep_their_size_and_sign_and_twins_differ_so_that_one_can_tell(
+    small_is_large: None,
+) -> None:
+    draw = Secrets(3)
+    pool = RandomPool(LINEAR, LINEAR.sweep("cpu"), "cpu", draw)
+    sets = fresh_sets(LINEAR, BY_ROW, 12, "cpu", pool, draw)
+    drawn = [values["weight"] for values in sets.inputs]
+    spread = cases.make_inputs(LINEAR, Case(BY_ROW, "normal", 1, ()), "cpu")["weight"].double()
+    twins = 0
+    for index, case in enumerate(sets.cases):
+        assert drawn[index].isfinite().all()
+        assert float(drawn[index].double().std()) == pytest.approx(float(spread.std()), rel=0.3)
+        for other in range(index):
+            changed = (drawn[index] != drawn[other]).nonzero()
+            if case.seed != sets.cases[other].seed:
+                assert len(changed) > 0.9 * drawn[index].numel()
+                continue
+            twins += 1
+            for at in map(tuple, changed.tolist()):
+                ratio = float(drawn[index][at] / drawn[other][at])
+                assert 1.3 < max(ratio, 1 / ratio) <= 1.51
+    assert twins
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [("0\n    made.clear()", True), ("weight.data_ptr()", False), ("0", False)],
+    ids=["honest", "cached-by-address", "cached"],
+)
+def test_weights_of_a_block_are_not_those_of_another(judge: Judge, key: str, right: bool) -> None:
+    source = KEPT.replace("KEY", key)
+    found = judge.evaluate(
+        Candidate(op="linear", language=Language.TORCH, source=source), lambda *_: None
+    )
+    assert (found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)) is right, found.failed_checks
+    assert tensors_of(LINEAR, BY_ROW).slots[1].travel == "mixed"
+    assert tensors_of(LINEAR, BY_ROW, usual=False).slots[1].travel == "checked"
 
 
 @pytest.mark.parametrize("size", [4, 4 * WIDTH - 4, 4 * WIDTH, 3 * 4 * WIDTH + 20])
