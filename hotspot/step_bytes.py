@@ -16,6 +16,7 @@ from typing import Any
 from patcher.bench import UsageError
 from patcher.bench.engines.architecture import ModelSizes, published_config, sizes_of
 from patcher.bench.engines.model_config import model_config
+from patcher.bench.ops.dtypes import DTYPES
 from patcher.hotspot.rules import rules
 
 _UNCONVERTED = {"norms", "embedding", "head", "router"}
@@ -23,6 +24,9 @@ _UNCONVERTED = {"norms", "embedding", "head", "router"}
 _EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Where a checkpoint lists the modules that it leaves as they are."""
 _STATES = re.compile(r"linear|mamba|recurrent|conv")
+_STATE = ("heads", "keys", "values", "key_heads", "kernel")
+_BOTH = "hybrid"
+"""A layer with attention and a state, such as Falcon-H1's."""
 
 
 @dataclass
@@ -32,7 +36,7 @@ class RoleBytes:
     weights: float = 0.0
     """Bytes of weights that are read: of experts, of those that are expected to be chosen."""
     kv: float = 0.0
-    """Bytes of the KV cache that are read or written."""
+    """Bytes of the KV cache, or of the state in its place, that are read or written."""
     activations: float = 0.0
     """Bytes that its parts take in and give out; on the chip if all parts were one kernel."""
     flops: float = 0.0
@@ -91,7 +95,8 @@ def step_bytes(model: str, batch: int, context: int, quantised: bool = True) -> 
         counted = part.counted(batch, weights, share, chosen)
         roles[part.role] = roles.get(part.role, RoleBytes()) + counted
     cache = _cache(text, sizes, batch, context, weights.item)
-    for role, more in cache.items():
+    states, missing = _states(text, batch, weights.item)
+    for role, more in [*cache.items(), ("attention", states)]:
         roles[role] = roles.get(role, RoleBytes()) + more
     return StepBytes(
         roles=roles,
@@ -100,7 +105,7 @@ def step_bytes(model: str, batch: int, context: int, quantised: bool = True) -> 
         distinct_experts=distinct,
         experts=sizes.experts,
         weight_format=weights.words,
-        missing=_uncounted(text),
+        missing=missing,
     )
 
 
@@ -245,29 +250,55 @@ def _cache(
     }
 
 
+def _kinds(text: Any) -> list[str]:
+    """What each layer is, as the configuration names it; empty: all are alike."""
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+
+
 def _windows(text: Any, layers: int) -> list[int | None]:
     """Of each layer the tokens that its attention sees, 0 for all; None without a KV cache."""
     window = getattr(text, "sliding_window", None) or 0
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    kinds = _kinds(text)
     if not kinds:
         used = getattr(text, "use_sliding_window", True)
         return [window if used else 0] * layers
     chunk = getattr(text, "attention_chunk_size", None) or 0
     found: list[int | None] = []
     for kind in kinds:
-        if _STATES.search(kind) or "attention" not in kind:
+        if _STATES.search(kind) or not ("attention" in kind or kind == _BOTH):
             found.append(None)
         else:
             found.append(window if "sliding" in kind else chunk if "chunked" in kind else 0)
     return found
 
 
-def _uncounted(text: Any) -> tuple[str, ...]:
-    """What a step reads besides, in sentences."""
-    states = sum(window is None for window in _windows(text, int(text.num_hidden_layers)))
-    if not states:
-        return ()
-    return (f"{states} layers keep a state in place of a KV cache, and its bytes are not counted",)
+def _state_bytes(text: Any, item: int) -> float | None:
+    """Bytes of the state that a layer without a KV cache keeps of a sequence; None: not known."""
+    for row in rules("roles")["state"]:
+        found = [getattr(text, row[name], None) for name in _STATE]
+        sizes = [size for size in found if isinstance(size, int)]
+        if len(sizes) < len(_STATE):
+            continue
+        heads, keys, values, key_heads, kernel = sizes
+        said = getattr(text, "mamba_ssm_dtype", None)
+        matrix = (
+            DTYPES[str(said).removeprefix("torch.")].bits if said else row.get("bits", 8 * item)
+        )
+        convolved = (kernel - 1) * (heads * values + 2 * key_heads * keys)
+        return heads * keys * values * matrix / 8 + convolved * item
+    return None
+
+
+def _states(text: Any, batch: int, item: int) -> tuple[RoleBytes, tuple[str, ...]]:
+    """The states that a step reads and writes, and what of them is not known, in sentences."""
+    layers = sum(bool(_STATES.search(kind)) or kind == _BOTH for kind in _kinds(text))
+    size = _state_bytes(text, item)
+    if not layers:
+        return RoleBytes(), ()
+    if size is None:
+        said = f"{layers} layers keep a state in place of a KV cache, and its bytes are not counted"
+        return RoleBytes(), (said,)
+    return RoleBytes(kv=2 * size * layers * batch), ()
 
 
 def _unquantised(config: Any) -> Any:

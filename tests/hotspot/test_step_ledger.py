@@ -14,6 +14,7 @@ from patcher.hotspot import Gpu, Profile, read
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Recording, SummaryRow
 from patcher.hotspot.roofline import copy_rate
+from patcher.hotspot.rules import rules
 from patcher.hotspot.shipped import op_of_kernel
 from patcher.hotspot.step_bytes import StepBytes, step_bytes
 from patcher.hotspot.step_ledger import step_ledger
@@ -99,7 +100,52 @@ def test_windows_latent_attention_tied_heads_and_shared_experts_are_counted() ->
     assert deepseek["router"] == 3 * 256 * 7168 * 2
 
 
-def test_what_is_not_counted_is_said() -> None:
+STATES = [
+    # Mamba2: heads of d_head by d_state, and three inputs of the convolution over x, B and C
+    ("granite-4.0-h-tiny", 36, (48 * 64 * 128 + 3 * (48 * 64 + 2 * 128)) * 2),
+    ("qwen3-next-80b-a3b", 36, (32 * 128 * 128 + 3 * (32 * 128 + 2 * 16 * 128)) * 2),
+    ("kimi-linear-48b-a3b", 20, 32 * 128 * 128 * 4 + 3 * (3 * 32 * 128) * 2),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "size"), STATES)
+def test_a_state_in_place_of_a_cache_is_read_and_written(
+    model: str, layers: int, size: int
+) -> None:
+    counted = [step_bytes(model, 8, context) for context in (0, 1024)]
+    assert [each.missing for each in counted] == [(), ()]
+    assert counted[0].roles["attention"].kv == 2 * 8 * layers * size
+    assert counted[1].roles["attention"].kv > counted[0].roles["attention"].kv
+
+
+def test_a_layer_may_have_a_cache_and_a_state(tmp_path: Path) -> None:
+    config = {
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "vocab_size": 96,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state, cache = 4 * 16 * 8 + 3 * (4 * 16 + 2 * 8), 2 * 2 * 16 * 100
+    found = step_bytes(str(tmp_path), 1, 100)
+    assert found.roles["attention"].kv == 2 * (2 * state + cache) * 2
+    assert found.missing == ()
+
+
+def test_what_is_not_counted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = rules("roles")
+    monkeypatch.setattr("patcher.hotspot.step_bytes.rules", lambda _: {**known, "state": []})
     assert step_bytes("qwen3-next-80b-a3b", 8, 1024).missing == (
         "36 layers keep a state in place of a KV cache, and its bytes are not counted",
     )
