@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from patcher.bench import UsageError
+from patcher.bench import DTYPES, UsageError
 from patcher.bench.engines.architecture import ModelSizes, published_config, sizes_of
 from patcher.bench.engines.model_config import model_config
-from patcher.bench.ops.dtypes import DTYPES
 from patcher.hotspot.rules import rules
 
 _UNCONVERTED = {"norms", "embedding", "head", "router"}
