@@ -33,7 +33,7 @@ class Problems:
     ops: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     notes_by_text: dict[str, list[str]] = field(default_factory=dict)
-    """The ops that a note is of."""
+    """What a note is of: problems, or the ops of a column."""
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -102,10 +102,13 @@ def import_problems(
             result.refused[path.name] = str(reason)
         if keep:
             keep({name: data for name, data in result.files.items() if name not in known})
-    result.notes = [f"{', '.join(ops)}: {note}" for note, ops in result.notes_by_text.items()]
-    for column in columns:
-        written = sum(op.endswith(column.suffix) for op in result.ops)
-        result.notes.append(f"{written}: {column.said}")
+    said = {column.said for column in columns}
+    result.notes = [
+        f"{len(names)} op{'s' * (len(names) > 1)}: {note}"
+        if note in said
+        else f"{', '.join(names)}: {note}"
+        for note, names in result.notes_by_text.items()
+    ]
     result.notes.append(f"the files ran in the sandbox only: {sandbox_description()[1]}")
     return result
 
@@ -131,5 +134,8 @@ def _one(
             raise Refused(f"the library has another op {name}")
         result.files |= op_files(problem, traced, op, column)
         result.ops.append(name)
-        for note in (*op.notes, column.said):
-            result.notes_by_text.setdefault(note, []).append(name)
+        for note in op.notes:
+            problems = result.notes_by_text.setdefault(note, [])
+            if problem.name not in problems:
+                problems.append(problem.name)
+        result.notes_by_text.setdefault(column.said, []).append(name)
