@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from patcher.ab.options import argument
+from patcher.ab.options import argument, united
 from patcher.bench import Workload
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.engines.architecture import full_config
@@ -243,8 +243,7 @@ def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> N
     arguments = {
         "gpu_memory_utilization": share,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        **more,
-        **feature.arguments,
+        **united(more, feature.arguments),
     }
     if arm == "reference":
         arguments |= feature.reference

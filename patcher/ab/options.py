@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
@@ -155,3 +156,12 @@ def argument(text: str) -> tuple[str, JsonValue]:
     except ValueError:
         read = value
     return name, read
+
+
+def united(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine from two sides, at any depth; where both say something, the second."""
+    found = {**first, **second}
+    for name in first.keys() & second.keys():
+        if isinstance(first[name], dict) and isinstance(second[name], dict):
+            found[name] = united(first[name], second[name])
+    return found

@@ -26,7 +26,7 @@ from patcher import bench
 from patcher.ab import launcher as starts
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
-from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning
+from patcher.ab.options import ThroughputOptions, argument, united, job_of, read_tuning
 from patcher.ab.quality_check import QualityCheck
 from patcher.ab.session import compare_in_pairs
 from patcher.bench import Throughput
@@ -287,6 +287,10 @@ def test_what_is_asked_for_is_the_job_that_is_done() -> None:
     assert (fewer.process_pairs, fewer.pairs_each) == (4, 8)
     nested = argument('compilation_config={"cudagraph_mode": "PIECEWISE"}')
     assert nested == ("compilation_config", {"cudagraph_mode": "PIECEWISE"})
+    passes = [{"c": {"p": {"sp": True}, "mode": 1}, "n": 2}, {"c": {"p": {"fuse": False}}, "n": 3}]
+    both = {"sp": True, "fuse": False}
+    assert united(*passes) == {"c": {"p": both, "mode": 1}, "n": 3}
+    assert united({"c": "none"}, passes[0]) == passes[0]
 
 
 def test_what_does_not_go_together_is_refused() -> None:
