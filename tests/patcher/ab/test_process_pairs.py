@@ -26,7 +26,7 @@ from patcher import bench
 from patcher.ab import launcher as starts
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
-from patcher.ab.options import ThroughputOptions, argument, united, job_of, read_tuning
+from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning, united
 from patcher.ab.quality_check import QualityCheck
 from patcher.ab.session import compare_in_pairs
 from patcher.bench import Throughput
