@@ -111,10 +111,16 @@ def create_tasks(out: Path, options: TaskOptions, report: Progress) -> CreatedTa
         WorkerPool(options.workers, options.timeout_s) as pool,
     ):
         known_file = out / KNOWN
-        if not known_file.is_file():
-            known = trace_known(pool, problems, report)
-            write_whole(known_file, known.model_dump_json() + "\n")
-        known = KnownStructures.model_validate_json(known_file.read_bytes())
+        known = None
+        if known_file.is_file():
+            known = KnownStructures.model_validate_json(known_file.read_bytes())
+        known = trace_known(
+            pool,
+            problems,
+            report,
+            known,
+            lambda found: write_whole(known_file, found.model_dump_json() + "\n"),
+        )
         candidates = _Candidates(out, header, known)
         if len(candidates.tasks) > options.count:
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -58,22 +59,44 @@ def nearest(structure: GraphStructure, among: dict[str, GraphStructure]) -> tupl
     return name, likeness
 
 
-def trace_known(pool: WorkerPool, problems: list[Path], report: Progress) -> KnownStructures:
-    """Trace the problems, in the sandbox, and the library."""
-    jobs = {
-        (False, name): pool.submit("library", folder=str(op.folder))
-        for name, op in load_ops().items()
+def trace_known(
+    pool: WorkerPool,
+    problems: list[Path],
+    report: Progress,
+    known: KnownStructures | None = None,
+    keep: Callable[[KnownStructures], None] = lambda _: None,
+) -> KnownStructures:
+    """Trace the problems, in the sandbox, and the library.
+
+    Args:
+        pool: what traces.
+        problems: files of the benchmarks that a user names.
+        report: called with the progress.
+        known: what an interrupted call has kept: it is not traced again.
+        keep: given all structures so far after each.
+    """
+    known = known or KnownStructures(against={}, library={}, untraced={})
+    places = {False: dict(known.library), True: dict(known.against)}
+    untraced = dict(known.untraced)
+    wanted: dict[tuple[bool, str], tuple[str, dict[str, str]]] = {
+        (False, name): ("library", {"folder": str(op.folder)}) for name, op in load_ops().items()
     }
     for path in problems:
         key = (True, f"{path.resolve().parent.name}/{path.name}")
-        jobs[key] = pool.submit("problem", path=str(path))
-    found: dict[bool, dict[str, GraphStructure]] = {False: {}, True: {}}
-    untraced: dict[str, str] = {}
+        wanted[key] = "problem", {"path": str(path)}
+    jobs = {
+        (against, name): pool.submit(kind, **given)
+        for (against, name), (kind, given) in wanted.items()
+        if name not in places[against] and name not in untraced
+    }
+    begun = len(wanted) - len(jobs)
     for done, ((against, name), job) in enumerate(jobs.items()):
-        report("known structures", done, len(jobs))
+        report("known structures", begun + done, len(wanted))
         result, why = job.result()
         if result is None:
             untraced[name] = why
         else:
-            found[against][name] = GraphStructure.model_validate(result)
-    return KnownStructures(against=found[True], library=found[False], untraced=untraced)
+            places[against][name] = GraphStructure.model_validate(result)
+        known = KnownStructures(against=places[True], library=places[False], untraced=untraced)
+        keep(known)
+    return known
