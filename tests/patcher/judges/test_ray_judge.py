@@ -107,7 +107,10 @@ def started(ray: Any) -> Iterator[Any]:
 
 
 def judged(ray: Any) -> int:
-    pool = ray.get_actor("judges-cpu", namespace="patcher")
+    try:
+        pool = ray.get_actor("judges-cpu", namespace="patcher")
+    except ValueError:  # nobody has asked for a judge yet
+        return 0
     return int(ray.get(pool.poll.remote("", [])).judged)
 
 
