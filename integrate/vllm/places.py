@@ -41,6 +41,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "add_norm_route": RoleLayers((_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4),
     "decode_attention": RoleLayers(("Attention",)),
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4),
+    "experts.fp8_block": RoleLayers((_MOE,), "fp8"),
     "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4),
     "experts.sum.oai": RoleLayers((_MOE,), _MXFP4),
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),

@@ -13,6 +13,7 @@ from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
+from patcher.integrate.vllm.roles.fp8_experts import Fp8Experts
 from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
@@ -38,6 +39,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         Linear,
         LmHead,
         LinearFp8,
+        Fp8Experts,
         ExpertsToNorm,
         RmsNorm,
         GemmaRmsNorm,

@@ -202,6 +202,9 @@ PLACES = {
             "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         )
     ],
+    "experts.fp8_block": [
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel.apply"
+    ],
     "lm_head": [
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply"
     ],
