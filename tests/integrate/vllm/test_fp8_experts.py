@@ -42,7 +42,7 @@ def wide(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def quantised(x: torch.Tensor, *_: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """In the place of vLLM's quantisation."""
-    parts = x.float().unflatten(1, (-1, BLOCK))
+    parts = x.float().view(len(x), -1, BLOCK)
     scale = parts.abs().amax(2).clamp_min(1e-10) / 448
     return (parts / scale.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scale
 
@@ -145,7 +145,7 @@ def layer_of(backend: str = "TRITON", **settings: Any) -> Any:
     factory = getattr(layers, "FusedMoEFactory", None) or layers.FusedMoE
     chosen = Fp8MoeBackend[backend], sources.part(f"{MOE}.experts.{BACKENDS[backend]}")
     block = settings.pop("block", [BLOCK, BLOCK])
-    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+    sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
     sizes |= {"intermediate_size": INNER, "params_dtype": torch.bfloat16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "select_fp8_moe_backend", lambda **given: chosen)
