@@ -33,7 +33,6 @@ _TRITON = f"{_MOE}.experts.triton_moe:TritonExperts"
 _DEEP_GEMM = f"{_MOE}.experts.triton_deep_gemm_moe:TritonOrDeepGemmExperts"
 _HELD = f"{_MOE}.routed_experts:RoutedExperts"
 _RUNNER = f"{_MOE}.runner.moe_runner"
-_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _EXPERTS = _TRITON, _DEEP_GEMM
 _ROUTERS = (
     f"{_MOE}.router.fused_topk_router:FusedTopKRouter",
@@ -62,10 +61,6 @@ class Fp8Experts(VllmPoint):
         f"{_TRITON}.apply",
         f"{_TRITON}.activation",
         f"{_DEEP_GEMM}.__init__",
-        f"{_DEEP_GEMM}._select_experts_impl",
-        f"{_MOE}.oracle.fp8:convert_to_fp8_moe_kernel_format",
-        f"{_UTILS}:prepare_fp8_moe_layer_for_deepgemm",
-        f"{_UTILS}:deepgemm_post_process_fp8_weight_block",
         *(f"{router}._compute_routing" for router in _ROUTERS),
     )
 
@@ -120,28 +115,31 @@ class Fp8Experts(VllmPoint):
     def _trial(self, layer: Any, kernel: Any) -> str | None:
         """Why a layer does not compute the op, by two rows for its first and its last expert; None
         if it does."""
-        given = self.constants(layer)
+        given, held = self.constants(layer), layer.routed_experts
         if sources.module("vllm.platforms").current_platform.is_cuda() and not all(
             tensor.is_cuda for tensor in given.values()
         ):
             return "offloaded weights"
-        weight, held = given["w1"], layer.routed_experts
-        experts = sorted({0, len(weight) - 1})
-        ids = torch.tensor([experts, experts[::-1]], dtype=torch.int32, device=weight.device)
-        gains = torch.tensor([0.75, 0.25], device=weight.device)[: len(experts)].repeat(2, 1)
+        count, device = len(given["w1"]), given["w1"].device
+        experts = torch.tensor(sorted({0, count - 1}), device=device)
+        order = torch.arange(len(experts), device=device)
+        order = torch.stack([order, order.flip(0)])
+        gains = torch.tensor([0.75, 0.25], device=device)[: len(experts)].repeat(2, 1)
         x = _rows(given).to(layer.moe_config.in_dtype)
         original = getattr(type(kernel).apply, "__wrapped__", type(kernel).apply)
-        routing = gains, ids, held.activation, len(weight), None, False
+        routing = gains, experts[order].int(), held.activation, count, None, False
         got = original(kernel, x, held.w13_weight, held.w2_weight, *routing).double()
-        expected = _expected(x, given, gains, ids, experts)
+        # indexing needs a dtype of integers
+        codes = {name: tensor.view(torch.uint8)[experts] for name, tensor in given.items()}
+        picked = {name: codes[name].view(given[name].dtype) for name in codes}
+        expected = _expected(x, picked, gains, order)
         depth = given["w2_scale"].shape[1]
         error, size = (
             each.unflatten(1, (depth, -1)).square().sum((0, 2))
             for each in (got - expected, expected)
         )
-        floor = 1e-4 * size.mean()
-        fits = (error <= _TOLERANCE**2 * size.clamp_min(floor)).all()
-        return None if fits else "it computes something else"
+        fits = error <= _TOLERANCE**2 * size.clamp_min(1e-4 * size.mean())
+        return None if fits.all() else "it computes something else"
 
 
 def _place() -> AttributePatch:
@@ -238,14 +236,8 @@ def _unlike(layer: Any, kernel: Any) -> str | None:
 
 def _layout(w1: Tensor, w1_scale: Tensor | None, w2: Tensor, scales: Any) -> str | None:
     """Why weights and scales are not as in the contract."""
-    block, w2_scale = scales.block_shape, scales.w2_scale
-    if (
-        block is None
-        or block[0] != block[1]
-        or block[0] % 32
-        or w1_scale is None
-        or w2_scale is None
-    ):
+    block, w2_scale = scales.block_shape or (0, 1), scales.w2_scale
+    if block[0] != block[1] or block[0] % 32 or w1_scale is None or w2_scale is None:
         return "blocks that are no squares of a multiple of 32"
     given = w1, w1_scale, w2, w2_scale
     if all(tensor.dim() == 3 and tensor.is_contiguous() for tensor in given):
@@ -273,37 +265,25 @@ def _rows(given: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([row, -row.roll(5)])
 
 
-def _expected(
-    x: Tensor, given: Mapping[str, Tensor], gains: Tensor, ids: Tensor, experts: list[int]
-) -> Tensor:
-    """The op's reference for these experts, in float64: the sum over blocks of what lies between
-    the matmuls, since one expert in float64 would take gigabytes."""
-    reference, place = load_op(Fp8Experts.op).reference, {id_: n for n, id_ in enumerate(experts)}
-    wide, depth = given["w2_scale"].shape[2], given["w2_scale"].shape[1]
+def _expected(x: Tensor, given: Mapping[str, Tensor], gains: Tensor, ids: Tensor) -> Tensor:
+    """The op's reference in float64, as a sum over blocks of what lies between the matmuls: in
+    float64, a whole expert may take gigabytes."""
+    (_, depth, wide), total = given["w2_scale"].shape, torch.zeros_like(x, dtype=torch.float64)
     block = x.shape[1] // depth
-    codes = {name: given[name].view(torch.uint8) for name in ("w1", "w2")}  # to index and join
-    local = ids.clone()
-    for expert, number in place.items():
-        local[ids == expert] = number
-    total = torch.zeros_like(x, dtype=torch.float64)
+    halves = given["w1"].view(torch.uint8).chunk(2, 1)
     for number in range(wide):
-        columns = slice(number * block, (number + 1) * block)
-        up = slice((wide + number) * block, (wide + number + 1) * block)
-        w1 = torch.stack(
-            [torch.cat([codes["w1"][e, columns], codes["w1"][e, up]]) for e in experts]
-        )
-        w2 = torch.stack([codes["w2"][e][:, columns] for e in experts])
-        found = reference(
+        part = slice(number * block, (number + 1) * block)
+        both = torch.cat([half[:, part] for half in halves], 1)
+        total += load_op(Fp8Experts.op).reference(
             x=x,
-            w1=w1.view(torch.float8_e4m3fn),
-            w1_scale=given["w1_scale"][experts][:, [number, wide + number]],
-            w2=w2.view(torch.float8_e4m3fn),
-            w2_scale=given["w2_scale"][experts][:, :, number : number + 1],
+            w1=both.view(given["w1"].dtype),
+            w1_scale=given["w1_scale"][:, number::wide],
+            w2=given["w2"][:, :, part],
+            w2_scale=given["w2_scale"][:, :, number : number + 1],
             gains=gains,
-            ids=local,
+            ids=ids,
             output=x,
-        )
-        total += found["output"]
+        )["output"]
     return total
 
 

@@ -242,141 +242,69 @@ def test_rows_that_pad_a_batch_have_no_expert(
     assert given[3:].isfinite().all()
 
 
-def parallel(**values: Any) -> Callable[[Any], None]:
-    def change(layer: Any) -> None:
-        config = layer._quant_method.moe_kernel.fused_experts.moe_config
-        known = config.moe_parallel_config
-        config.moe_parallel_config = SimpleNamespace(
-            **{"use_ep": known.use_ep, "enable_eplb": known.enable_eplb, **values}
-        )
-
-    return change
-
-
 class Another:
-    """Of a class that is not vLLM's own."""
+    """Of a class that is not vLLM's own, and an activation."""
 
-    activation_format = None
-
-
-def sent(layer: Any) -> None:
-    layer._quant_method.moe_kernel.impl.prepare_finalize = Another()
+    value = "gelu"
 
 
-def routed(layer: Any) -> None:
-    layer.router = Another()
-
-
-def experts_config(**values: Any) -> Callable[[Any], None]:
-    def change(layer: Any) -> None:
-        config = layer._quant_method.moe_kernel.fused_experts.moe_config
-        for name, value in values.items():
-            setattr(config, name, value)
-
-    return change
-
-
-def on_held(name: str, value: Any) -> Callable[[Any], None]:
-    def change(layer: Any) -> None:
-        vars(layer.routed_experts)[name] = value
-
-    return change
-
-
-def on_experts(name: str, value: Any) -> Callable[[Any], None]:
-    def change(layer: Any) -> None:
-        setattr(layer._quant_method.moe_kernel.fused_experts, name, value)
-
-    return change
-
-
-def mapped(layer: Any) -> None:
-    layer.routed_experts._buffers["_expert_map"] = torch.arange(EXPERTS)
-    vars(layer.routed_experts).pop("_expert_map", None)
-
-
-def with_bias(layer: Any) -> None:
-    layer._quant_method.moe_quant_config._w1.bias = torch.zeros(EXPERTS, 2 * INNER)
-
-
-def bounded(layer: Any) -> None:
-    layer._quant_method.moe_quant_config.gemm1_clamp_limit = 7.0
-
-
-def hashed(layer: Any) -> None:
-    vars(layer.router)["_hash_indices_table"] = torch.zeros(9, TOP_K)
-
-
-def activated(layer: Any) -> None:
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    layer.routed_experts.activation = MoEActivation.GELU
-
-
-def packed(layer: Any) -> None:
-    scales = layer._quant_method.moe_quant_config._w1
-    scales.scale = torch.zeros(EXPERTS, 2 * INNER, 1, dtype=torch.int32)
-
-
-def turned(layer: Any) -> None:
-    weight = layer.routed_experts.w2_weight
-    weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
-
-
+KERNEL = "_quant_method.moe_kernel"
+FOUND, SCALES = f"{KERNEL}.fused_experts", "_quant_method.moe_quant_config"
+WAYS = f"{FOUND}.moe_config.moe_parallel_config"
+RANKS, OTHERS = "experts shared by several ranks", "weights in another layout: "
+PACKED = torch.zeros(EXPERTS, 2 * INNER, 1, dtype=torch.int32)
+TURNED = torch.zeros(EXPERTS, INNER, HIDDEN).to(torch.float8_e4m3fn).transpose(1, 2)
+W1, W2 = f"float8_e4m3fn [4, {2 * INNER}, {HIDDEN}]", f"float8_e4m3fn [4, {HIDDEN}, {INNER}]"
 EPLB = "experts of EPLB, data parallelism, all2all, Marlin or FlashInfer"
-LAYOUT, ODD = "weights or scales in another layout", "another layout, precision or activation"
-SHAPES = (
-    f"float8_e4m3fn [{EXPERTS}, {2 * INNER}, {HIDDEN}], {{}}, "
-    f"float8_e4m3fn [{EXPERTS}, {HIDDEN}, {INNER}], float32 [{EXPERTS}, 3, 2]"
-)
-REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
-    EPLB: (parallel(enable_eplb=True), "experts that move between ranks"),
-    "all2all": (sent, "rows by Another"),
-    "expert parallelism": (parallel(use_ep=True), "experts shared by several ranks"),
-    "an expert map": (mapped, "experts shared by several ranks"),
-    "LoRA on experts": (experts_config(is_lora_enabled=True), "LoRA"),
-    "adapters": (on_experts("_lora_context", 1), "LoRA"),
-    "a hook": (on_experts("post_gemm2_hook", print), "a sum that the model fuses"),
-    "shared experts": (on_held("global_num_experts", 5), "experts fused with shared ones"),
-    "gains on x": (on_held("apply_router_weight_on_input", True), "gains that scale x"),
-    "other scores, other routers, experts that route by themselves": (routed, "routing by Another"),
-    "a hash": (hashed, "routing by a table of tokens"),
-    "biases": (with_bias, "biases"),
-    "a limit": (bounded, "a bounded activation"),
-    ODD: (activated, "activation gelu"),
-    LAYOUT: (
-        packed,
-        f"weights in another layout: {SHAPES.format(f'int32 [{EXPERTS}, {2 * INNER}, 1]')}",
+ODD, LAYOUT = "another layout, precision or activation", "weights or scales in another layout"
+ROUTING = "other scores, other routers, experts that route by themselves"
+REFUSALS: list[tuple[str, str, Any, str]] = [
+    (EPLB, f"{WAYS}.enable_eplb", True, "experts that move between ranks"),
+    ("", f"{KERNEL}.impl.prepare_finalize", Another(), "rows by Another"),
+    ("expert parallelism", f"{WAYS}.use_ep", True, RANKS),
+    ("", "routed_experts._expert_map", torch.arange(EXPERTS), RANKS),
+    ("LoRA on experts", f"{FOUND}.moe_config.is_lora_enabled", True, "LoRA"),
+    ("", f"{FOUND}._lora_context", 1, "LoRA"),
+    ("", f"{FOUND}.post_gemm2_hook", print, "a sum that the model fuses"),
+    ("", "routed_experts.global_num_experts", 5, "experts fused with shared ones"),
+    ("", "routed_experts.apply_router_weight_on_input", True, "gains that scale x"),
+    (ROUTING, "router", Another(), "routing by Another"),
+    ("", "router._hash_indices_table", PACKED, "routing by a table of tokens"),
+    ("", f"{SCALES}._w1.bias", PACKED, "biases"),
+    ("", f"{SCALES}.gemm1_clamp_limit", 7.0, "a bounded activation"),
+    (ODD, "routed_experts.activation", Another(), "activation gelu"),
+    (
+        LAYOUT,
+        f"{SCALES}._w1.scale",
+        PACKED,
+        f"{OTHERS}{W1}, int32 [4, {2 * INNER}, 1], {W2}, float32 [4, 3, 2]",
     ),
-    "columns": (
-        turned,
-        f"weights in another layout: {SHAPES.format(f'float32 [{EXPERTS}, 4, 3]')}",
+    (
+        "",
+        "routed_experts.w2_weight",
+        TURNED,
+        f"{OTHERS}{W1}, float32 [4, 4, 3], {W2}, float32 [4, 3, 2]",
     ),
-}
-CELLS = {
-    EPLB,
-    "expert parallelism",
-    "LoRA on experts",
-    "shared experts",
-    "other scores, other routers, experts that route by themselves",
-    ODD,
-    LAYOUT,
-}
+]
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("path", "value", "reason"),
     [
-        pytest.param(each, marks=feature(each, "falls back", POINT) if each in CELLS else ())
-        for each in REFUSALS
+        pytest.param(*rest, marks=feature(name, "falls back", POINT) if name else ())
+        for name, *rest in REFUSALS
     ],
 )
-def test_a_layer_that_the_op_does_not_describe_has_a_reason(gpu: Gpu, case: str) -> None:
-    layer, dispatch = layer_of(), kernel()
-    change, reason = REFUSALS[case]
+def test_a_layer_that_the_op_does_not_describe_has_a_reason(
+    gpu: Gpu, path: str, value: Any, reason: str
+) -> None:
+    owner, dispatch = (layer := layer_of()), kernel()
+    *owners, name = path.split(".")
+    for each in owners:
+        owner = getattr(owner, each)
     with patched(POINT, dispatch) as point:
         assert point.applies(layer) is None
-        change(layer)
+        vars(owner)[name] = value  # some classes are frozen, some are modules
         assert dict(survey(point, dispatch.guards, [layer]).refused) == {reason: 1}
         assert not point._taken
 
@@ -476,26 +404,33 @@ def test_new_weights_are_the_ones_that_are_read(gpu: Gpu, config: Any) -> None:
         assert torch.equal(run(layer, config, 3), after)
 
 
+@feature("shared experts", "right", POINT)
+def test_shared_experts_are_added_as_before(gpu: Gpu, config: Any) -> None:
+    layer = layer_of(shared_experts=Thrice())
+    own = run(layer, config, 3)
+    with patched(POINT, dispatch := kernel()) as point:
+        assert survey(point, dispatch.guards, [layer]).taken == 1
+        given = run(layer, config, 3)
+        assert sum(dispatch.book.calls.values()) == 1
+    close(given, own)
+
+
+class Thrice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
 @feature("weights offloaded: prefetch, or without UVA", "falls back", POINT)
-def test_offloaded_weights_are_not_tried(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, real = layer_of(), sources.module
-    platform = SimpleNamespace(current_platform=SimpleNamespace(is_cuda=lambda: True))
-    monkeypatch.setattr(
-        sources, "module", lambda name: platform if name == "vllm.platforms" else real(name)
-    )
-    with patched(POINT, kernel()) as point:
-        assert point.applies(layer) == "offloaded weights"
-
-
 @feature("`VLLM_BATCH_INVARIANT`", "refused", POINT)
-def test_batch_invariant_experts_are_left_alone(
-    config: Any, monkeypatch: pytest.MonkeyPatch
+def test_offloaded_weights_are_not_tried_and_batch_invariance_is_kept(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sources.module
-
-    def module(name: str) -> Any:
-        return SimpleNamespace(VLLM_BATCH_INVARIANT=True) if name == "vllm.envs" else real(name)
-
-    monkeypatch.setattr(sources, "module", module)
+    layer, real, point = layer_of(), sources.module, POINTS[POINT]()
+    doubles = {
+        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cuda=lambda: True)),
+        "vllm.envs": SimpleNamespace(VLLM_BATCH_INVARIANT=True),
+    }
+    monkeypatch.setattr(sources, "module", lambda name: doubles.get(name) or real(name))
+    assert point.applies(layer) == "offloaded weights"
     with pytest.raises(bench.VerificationError, match="VLLM_BATCH_INVARIANT requires"):
-        POINTS[POINT]().find()
+        point.find()
