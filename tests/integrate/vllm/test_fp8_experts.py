@@ -48,7 +48,7 @@ def quantised(x: torch.Tensor, *_: Any, **more: Any) -> tuple[torch.Tensor, torc
 
 
 class Gpu:
-    """In the place of vLLM's Triton matmul and of DeepGEMM's experts."""
+    """In the place of vLLM's Triton matmul, which DeepGEMM's experts leave few rows to."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
