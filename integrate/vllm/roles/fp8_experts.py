@@ -201,7 +201,7 @@ def _differs(
 
 def _unlike(layer: Any, kernel: Any) -> str | None:
     """Why a layer is not the op's, by its classes, settings and weights; None if it is."""
-    experts = layer._quant_method if kernel is None else kernel.fused_experts
+    experts = getattr(kernel, "fused_experts", layer._quant_method)
     if not any(type(experts) is sources.part(name) for name in _EXPERTS):
         return f"experts by {type(experts).__name__}"
     config, held, scales = experts.moe_config, layer.routed_experts, experts.quant_config

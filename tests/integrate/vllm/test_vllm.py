@@ -227,6 +227,14 @@ PLACES = {
         "triton_kernels.routing:routing",
         f"{RUNNER}:MoERunner.forward",
     ],
+    "mla_decode": [
+        f"vllm.v1.attention.backends.mla.{place}.forward_mqa"
+        for place in (
+            "flashattn_mla:FlashAttnMLAImpl",
+            "flashmla:FlashMLAImpl",
+            "triton_mla:TritonMLAImpl",
+        )
+    ],
     "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
