@@ -61,6 +61,19 @@ def records_mixed_steps() -> bool:
     return bool(config.cudagraph_mode.mixed_mode() == modes.FULL)
 
 
+def must_not_record_mixed_steps() -> None:
+    """Refuse an engine for which `records_mixed_steps`.
+
+    Raises:
+        VerificationError: it records them.
+    """
+    if records_mixed_steps():
+        raise VerificationError(
+            "cudagraph_mode FULL replays one graph for decode and for mixed steps",
+            "take FULL_AND_PIECEWISE, vLLM's default, or revert the patch",
+        )
+
+
 def calculates_kv_scales(attention: Any) -> bool:
     """Whether an `Attention` layer measures the scales of its KV cache; gone in 0.28.0."""
     return bool(getattr(attention, "calculate_kv_scales", False))

@@ -13,10 +13,12 @@ from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
+from patcher.integrate.vllm.roles.fp8_experts import Fp8Experts
 from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
+from patcher.integrate.vllm.roles.mla_decode import MlaDecode
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
@@ -31,6 +33,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         RopeKvUpdate,
         QkvRopeKv,
         DecodeAttention,
+        MlaDecode,
         Routing,
         Reduce,
         GateUp,
@@ -38,6 +41,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         Linear,
         LmHead,
         LinearFp8,
+        Fp8Experts,
         ExpertsToNorm,
         RmsNorm,
         GemmaRmsNorm,

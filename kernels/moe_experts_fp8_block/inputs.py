@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REGIMES = ("normal", "agreed", "scales", "inf", "nan")
+REGIMES = ("normal", "agreed", "scales", "skipped", "inf", "nan")
 """`normal` is timed."""
 
 
@@ -30,7 +30,7 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
     w1 = normal(experts, 2 * inner, hidden) * (2 / math.sqrt(hidden))
     w2 = normal(experts, hidden, inner) / math.sqrt(inner)
     match regime:
-        case "normal":
+        case "normal" | "skipped":
             pass
         case "agreed":  # all tokens take the same experts
             scores = scores[:1].expand(tokens, experts)
@@ -44,6 +44,10 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
         case _:
             raise ValueError(f"unknown regime {regime!r}")
     top = scores.topk(top_k, 1)
+    ids = top.indices
+    if regime == "skipped":  # choices of experts, and the rows that pad a batch
+        ids[::2, 1:2] = -1
+        ids[(tokens + 1) // 2 :] = -1
     dtype, stored, index = (getattr(torch, point.dtypes[symbol]) for symbol in "TQI")
     first, second = _stored(w1, block, stored), _stored(w2, block, stored)
     return {
@@ -53,7 +57,7 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
         "w2": second[0],
         "w2_scale": second[1],
         "gains": top.values.softmax(1),
-        "ids": top.indices.to(index),
+        "ids": ids.to(index),
         "output": torch.full((tokens, hidden), math.nan, dtype=dtype, device=device),
     }
 

@@ -17,11 +17,12 @@ def reference(
     output: Tensor,
 ) -> dict[str, Tensor]:
     """The float64 values of `output`, [tokens, hidden] as x; w1 is [experts, 2 * inner, hidden], w2
-    [experts, hidden, inner], both in fp8 with a scale a block; gains and ids are [tokens, top_k].
+    [experts, hidden, inner], both in fp8 with a scale a block; gains and ids are [tokens, top_k];
+    an id below zero adds nothing.
     """
     block, wide = x.shape[1] // w1_scale.shape[2], x.double()
     found = torch.zeros_like(wide)
-    for expert in ids.unique().tolist():
+    for expert in ids[ids >= 0].unique().tolist():
         rows, choice = (ids == expert).nonzero(as_tuple=True)
         first, second = (
             weight[expert].double()

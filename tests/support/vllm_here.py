@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,6 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
+    _import_latent_attention()
     made = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(made):
         meeting = tmp_path_factory.mktemp("world") / "file"
@@ -57,6 +61,23 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             yield made
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+def _import_latent_attention() -> None:
+    """A backend imports FlashAttention's kernels, which are not there without a GPU."""
+    from vllm.v1.attention.backends import fa_utils
+
+    backend = "vllm.v1.attention.backends.mla.flashattn_mla"
+    try:
+        importlib.import_module(backend)
+    except ImportError:
+        kernels = "flash_attn_varlen_func", "get_scheduler_metadata"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "vllm.vllm_flash_attn", ModuleType("flash_attn"))
+            for module in (fa_utils, sys.modules["vllm.vllm_flash_attn"]):
+                for name in kernels:
+                    patch.setattr(module, name, None, raising=False)
+            importlib.import_module(backend)
 
 
 PATCHES = itertools.count()

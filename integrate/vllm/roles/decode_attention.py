@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
@@ -36,11 +35,7 @@ class DecodeAttention(VllmPoint):
         sources.must_be_as_read(self.name, self.parts)
         self._target().must_be_the_engines()
         engine.must_allow_another("attention")
-        if engine.records_mixed_steps():
-            raise VerificationError(
-                "cudagraph_mode FULL replays one graph for decode and for mixed steps",
-                "take FULL_AND_PIECEWISE, vLLM's default, or revert the patch",
-            )
+        engine.must_not_record_mixed_steps()
         return f"{FLASH}.FlashAttentionImpl.forward"
 
     def of_role(self, layer: Any) -> bool:

@@ -357,8 +357,8 @@ WRONG = {
     "embed_norm": ("wide * scale * weight.float()", "wide * scale"),
     # the rotated part is a key alone
     "mla_decode": ("rows[:, : out.shape[2]]", "rows[:, -out.shape[2] :]"),
-    # up before gate
-    "moe_experts_fp8_block": ("silu(gate) * up", "silu(up) * gate"),
+    # no expert is the last one
+    "moe_experts_fp8_block": ("ids[ids >= 0].unique()", "ids.unique()"),
     # one token fewer
     "sample_top_k_top_p": (
         "above = probabilities.cumsum(1) - probabilities",

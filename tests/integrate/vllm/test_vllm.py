@@ -202,6 +202,9 @@ PLACES = {
             "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         )
     ],
+    "experts.fp8_block": [
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel.apply"
+    ],
     "lm_head": [
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply"
     ],
@@ -223,6 +226,14 @@ PLACES = {
         "vllm.compilation.backends:split_graph",
         "triton_kernels.routing:routing",
         f"{RUNNER}:MoERunner.forward",
+    ],
+    "mla_decode": [
+        f"vllm.v1.attention.backends.mla.{place}.forward_mqa"
+        for place in (
+            "flashattn_mla:FlashAttnMLAImpl",
+            "flashmla:FlashMLAImpl",
+            "triton_mla:TritonMLAImpl",
+        )
     ],
     "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],

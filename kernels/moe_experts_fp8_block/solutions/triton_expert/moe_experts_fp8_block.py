@@ -15,7 +15,7 @@
 #   fixed order.
 # Made by: hand; not tuned.
 # Figures: not measured.
-# Digest: f53929bd2249a7158214d814295631d4b2ab8ad989ce1557890bab310d578d5b
+# Digest: 41a5da3abb1b7b0ce68b2586e87769819bba863b18103291739c6fdb164cbc01
 
 import torch
 import triton
@@ -40,9 +40,10 @@ def moe_experts_fp8_block_kernel(
         expert = tl.load(ids_ptr + expert)
     gate = tl.max(tl.where(ids == expert, gates, -1), 1)
     mine = gate >= 0
-    works = tl.max(gate, 0) >= 0
+    works = (tl.max(gate, 0) >= 0) & (expert >= 0)
     if BY_GATE:  # of the gates with one expert, the first has the work
-        works = tl.min(tl.where(mine, gate, tokens * TOP_K), 0) == tl.program_id(0)
+        first = tl.min(tl.where(mine, gate, tokens * TOP_K), 0)
+        works = works & (first == tl.program_id(0))
     if works:
         kind = tl.bfloat16 if x_ptr.dtype.element_ty == tl.bfloat16 else tl.float32
         inner, outer = deep * BLOCK, wide * BLOCK
@@ -77,14 +78,15 @@ def moe_experts_fp8_block_kernel(
 
 @triton.jit
 def moe_experts_fp8_block_sum_kernel(
-    parts_ptr, output_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, ids_ptr, output_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in range(0, TOP_K):
-        at = parts_ptr + (token * TOP_K + choice) * hidden + column
-        total += tl.load(at, mask=column < hidden, other=0.0)
+        gate = token * TOP_K + choice
+        if tl.load(ids_ptr + gate) >= 0:  # without an expert, nothing was written
+            total += tl.load(parts_ptr + gate * hidden + column, mask=column < hidden, other=0.0)
     total = total.to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + token * hidden + column, total, mask=column < hidden)
 
@@ -124,5 +126,5 @@ def moe_experts_fp8_block(
         middle, w2, w2_scale, gains, ids, parts, tokens, wide, depth, UP=False, **sizes
     )
     moe_experts_fp8_block_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
-        parts, output, hidden, TOP_K=top_k, BLOCK=1024, num_warps=4
+        parts, ids, output, hidden, TOP_K=top_k, BLOCK=1024, num_warps=4
     )
