@@ -178,20 +178,6 @@ def _threads(pids: Iterable[int]) -> list[int]:
     return threads
 
 
-def memory_bytes(pid: int) -> int:
-    """Resident memory of a process tree in bytes."""
-    return sum(map(_resident_bytes, descendants(pid)))
-
-
-def _resident_bytes(pid: int) -> int:
-    """Resident memory of a process in bytes; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0
-
-
 def _stat(pid: int) -> list[str] | None:
     """Fields of `/proc/PID/stat` after the name (state, parent, ...); None if it has ended."""
     return _fields(f"/proc/{pid}/stat")
