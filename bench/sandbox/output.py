@@ -6,8 +6,10 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
 
 KEPT_BYTES = 1 << 20
 """Of a stream: half its head, half its tail."""
@@ -30,6 +32,17 @@ class Excerpt:
         """Bytes that were not kept."""
         self.add(data)
 
+    @classmethod
+    def of_file(cls, path: Path, most_bytes: int = KEPT_BYTES) -> Self:
+        """Of a log file, of which no more than that is read."""
+        with path.open("rb") as file:
+            kept = cls(file.read(most_bytes // 2), most_bytes)
+            size = os.fstat(file.fileno()).st_size
+            kept.left_out = max(size - 2 * (most_bytes // 2), 0)
+            file.seek(kept.left_out, os.SEEK_CUR)
+            kept.add(file.read(most_bytes // 2))
+        return kept
+
     def add(self, data: bytes) -> None:
         """Append the next part."""
         room = self._half - len(self._head)
@@ -45,6 +58,27 @@ class Excerpt:
 
     def __str__(self) -> str:
         return bytes(self).decode("utf-8", "replace")
+
+
+def run(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str], most_bytes: int
+) -> tuple[int, Excerpt, Excerpt]:
+    """Run a program to its end; returns its exit code, stdout and stderr.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it takes longer, and was killed.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
+    )
+    try:
+        out, err = communicate(process, timeout_s, most_bytes=most_bytes)
+        return process.wait(), out, err
+    finally:
+        process.kill()
+        process.wait()
 
 
 def communicate(

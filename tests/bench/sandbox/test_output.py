@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from patcher.bench.sandbox.output import Excerpt, communicate
+from patcher.bench.sandbox.output import Excerpt, communicate, run
 
 MOST = 1000
 
@@ -25,6 +26,29 @@ def test_head_and_tail_are_kept_whatever_the_pieces(step: int) -> None:
         assert kept.left_out == max(size - MOST, 0)
         note = f"\n[{size - MOST} bytes are left out]\n".encode() if size > MOST else b""
         assert bytes(kept) == whole[: min(500, size)] + note + whole[max(500, size - 500) : size]
+
+
+def test_a_log_is_read_no_further_than_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.write(b"begin")
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"end")
+    kept = Excerpt.of_file(log, MOST)
+    assert bytes(kept).startswith(b"begin")
+    assert bytes(kept).endswith(b"end")
+    assert kept.left_out == 2**40 + 3 - MOST
+    log.write_bytes(b"x" * 700)
+    assert bytes(Excerpt.of_file(log, MOST)) == b"x" * 700
+
+
+def test_a_program_run_to_its_end_says_how_it_ended() -> None:
+    code = "import sys; print('o' * 5000); sys.stderr.write('e'); sys.exit(3)"
+    ended, out, err = run([sys.executable, "-IS", "-c", code], 60, {}, MOST)
+    assert (ended, out.left_out, str(err)) == (3, 5001 - MOST, "e")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run([sys.executable, "-IS", "-c", "import time; time.sleep(60)"], 0.3, {}, MOST)
 
 
 def started(code: str) -> subprocess.Popen[bytes]:

@@ -91,8 +91,8 @@ print("the last error")
 open("made", "w").write("made")
 raise SystemExit({code})
 """
-    job = [sys.executable, "-P", "-c", flood]
-    ended, log = run_compiler(job, tmp_path)
+    command = [sys.executable, "-P", "-c", flood]
+    ended, log = run_compiler(command, tmp_path)
     assert ended == code
     assert log.startswith("the first error\n")
     assert log.endswith("the last error\n")
@@ -102,7 +102,7 @@ raise SystemExit({code})
     cache.mkdir()
     job = CompileJob(
         files={},
-        command=(*job,),
+        command=tuple(command),
         product="made",
         binding="python",
         shown="build",
