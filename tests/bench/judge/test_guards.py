@@ -17,10 +17,10 @@ from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
-from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.process import Limits, Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
-from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
+from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, Zygote, placed
 from patcher.bench.ops.op import Op
 from patcher.bench.toolchains import build
@@ -210,6 +210,29 @@ def fused_add_rms_norm(*_):
 """
     first = min(os.sched_getaffinity(0))
     assert refused(zygote, source).message.endswith(f"may run on {{{first}}}")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs a second CPU")
+def test_where_it_could_leave_its_cpu_each_thread_is_looked_at(zygote: Zygote) -> None:
+    """An unconfined process stands for one without seccomp."""
+    source = f"""{RIGHT}
+import os, threading
+def wander():
+    os.sched_setaffinity(0, range(os.cpu_count()))
+    threading.Event().wait(60)
+threading.Thread(target=wander, daemon=True).start()
+"""
+    one, *others = sorted(os.sched_getaffinity(0))
+    with Runner(zygote, Limits(reply_s=60.0), trusted=True) as runner:
+        runner.start(1, cpus=[one])
+        loaded(runner, source)
+        arm = TimedArm(NORM, "cpu", runner, STOCK, checked=True)
+        arm.empty.add(Spent(1.0, 1.0, 0.0))
+        prepared(arm)
+        with pytest.raises(WrongCall, match=f"let a thread run on CPU {others[0]}"):
+            arm.block(
+                fresh_sets(NORM, NORM.sweep("cpu").points()[0], 4, "cpu", STOCK, Secrets(2)), [0]
+            )
 
 
 UNSEEN = """
