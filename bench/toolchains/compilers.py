@@ -161,7 +161,7 @@ def run_compiler(
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return process.returncode, str(output)
+    return process.wait(), str(output)
 
 
 def _prefix(compiler: str) -> Path:
