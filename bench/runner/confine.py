@@ -238,10 +238,11 @@ _WITHOUT_ROOT = _numbers("""
 """Denied without an own root, since Landlock does not protect metadata of the user's files."""
 _ON_CPU = _numbers("""
     alarm:37:-1 setitimer:38:103 timer_create:222:107 timerfd_create:283:85 memfd_create:319:279
-    memfd_secret:447 shmget:29:194 semget:64:190 msgget:68:186
+    memfd_secret:447 shmget:29:194 semget:64:190 msgget:68:186 io_setup:206:0 sendmsg:46:211
+    sendmmsg:307:269
 """)
 """Denied on a CPU, where a stopped process must cost others nothing and hold only memory that is
-counted: timers that run on, and memory that no process maps."""
+counted: timers that run on, memory that no process maps, descriptors on their way in a socket."""
 _WITHOUT_PIDS = _numbers("setpgid:109:154 setsid:112:157")
 """Denied without a PID namespace, where only a process group holds the run together."""
 _OTHERS = _numbers("""
