@@ -19,8 +19,8 @@ from patcher.bench import PatcherError, Workload, relayed
 from patcher.bench.engines.architecture import must_fit_cpu
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox import communicate
 from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.bench.sandbox.output import communicate
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.roofline import Places, ServedModel

@@ -9,7 +9,7 @@ from typing import Literal
 
 from patcher.bench import MissingError, UsageError
 from patcher.bench.machine.installed import find_ncu, version_of
-from patcher.bench.sandbox.output import run
+from patcher.bench.sandbox import run
 from patcher.hotspot.names import printable
 
 _RAW = ("--page", "raw", "--csv", "--print-units", "base")

@@ -11,7 +11,7 @@ from typing import Literal
 from patcher.bench import MissingError, UsageError
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.machine.installed import find_tool, version_of
-from patcher.bench.sandbox.output import KEPT_BYTES, run
+from patcher.bench.sandbox import KEPT_BYTES, run
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",

@@ -24,7 +24,7 @@ from patcher.bench.engines.tensorrt_llm_inputs import (
 )
 from patcher.bench.engines.tensorrt_llm_report import BenchReport, read_report, take_window
 from patcher.bench.errors import MissingError, PatcherError, UsageError
-from patcher.bench.sandbox.output import Excerpt
+from patcher.bench.sandbox import Excerpt
 
 WORKER_PREFIX = "TLLM_"
 """Workers inherit only variables with this prefix or with TRTLLM."""

@@ -38,11 +38,9 @@ from patcher.bench.judge.zygote import (
 )
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import parse_json
+from patcher.bench.sandbox import WATCH_S, remove_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.sandbox import remove_folder
-from patcher.bench.sandbox.output import WATCH_S
-from patcher.bench.sandbox.usage import OverLimitError, demand_within
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
@@ -312,8 +310,8 @@ class Runner:
             return
         self._watched = time.monotonic()
         try:
-            demand_within(self.limits.memory_bytes, self._pid, self.folder, self._files)
-        except OverLimitError as error:
+            tree.demand_within(self.limits.memory_bytes, self._pid, self.folder, self._files)
+        except tree.OverLimitError as error:
             self.kill()
             raise RunnerFailure(f"{error} (killed)", kind="Memory") from None
 

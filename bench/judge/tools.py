@@ -24,11 +24,9 @@ from patcher.bench.judge.sets import packed
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 from patcher.bench.records import parse_json
-from patcher.bench.sandbox import plain_file, strangers_folder
+from patcher.bench.sandbox import communicate, plain_file, strangers_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.sandbox.output import communicate
-from patcher.bench.sandbox.usage import OverLimitError, demand_within
 from patcher.bench.toolchains import Built
 
 LIMIT_S = 180.0
@@ -247,11 +245,11 @@ def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int, f
     """Wait for the end; return why the process must be stopped, or an empty string."""
     try:
         communicate(
-            running, limit_s, watch=lambda: demand_within(memory_bytes, running.pid, folder)
+            running, limit_s, watch=lambda: tree.demand_within(memory_bytes, running.pid, folder)
         )
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:g} s"
-    except OverLimitError as error:
+    except tree.OverLimitError as error:
         return str(error)
     return ""
 

@@ -18,9 +18,8 @@ from pydantic import Field
 from patcher.bench.machine.environment import cpu_instructions
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.records import Record
-from patcher.bench.sandbox import plain_file, strangers_folder
-from patcher.bench.sandbox.output import Excerpt, communicate
-from patcher.bench.sandbox.usage import OverLimitError, demand_within
+from patcher.bench.sandbox import Excerpt, communicate, plain_file, strangers_folder
+from patcher.bench.sandbox.process_tree import OverLimitError, demand_within
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0

@@ -26,7 +26,7 @@ from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
 from patcher.bench.engines.child_errors import ended, last_error
 from patcher.bench.machine.environment import engine_environment
-from patcher.bench.sandbox.output import Excerpt
+from patcher.bench.sandbox import Excerpt
 from patcher.integrate import Patch, Receipt, patch_environment
 
 LOAD_S = 900.0

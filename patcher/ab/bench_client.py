@@ -16,8 +16,8 @@ from patcher.bench import PatcherError
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
+from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.bench.sandbox.output import Excerpt
 
 RUN_S = 900.0
 POLL_S = 0.25

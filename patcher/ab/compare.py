@@ -23,9 +23,8 @@ from patcher.bench import PatcherError, relayed
 from patcher.bench.ab.phases import ABPhase, ABProgress
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
-from patcher.bench.sandbox import plain_file
+from patcher.bench.sandbox import Excerpt, plain_file
 from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.bench.sandbox.output import Excerpt
 from patcher.integrate import Patch
 
 _LONGEST_LINE = 1 << 16

@@ -21,8 +21,8 @@ from patcher.bench.engines import PLUGINS
 from patcher.bench.engines.child_errors import ended
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
+from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.bench.sandbox.output import Excerpt
 from patcher.integrate import Receipt, read_receipts
 
 HOST = "127.0.0.1"

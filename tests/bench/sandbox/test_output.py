@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patcher.bench.sandbox.output import Excerpt, communicate, run
+from patcher.bench.sandbox import Excerpt, communicate, run
 
 MOST = 1000
 
