@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error
-# caught: runs
+# caught: load
 # Each costs whoever runs then 5 us of CPU time. It is right where it gets over a hundred.
 import ctypes
 import time
