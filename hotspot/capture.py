@@ -189,9 +189,9 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
                 f"profiling took over {TIMEOUT_S} s", "try a smaller batch"
             ) from None
         raise
-    if process.returncode != 0:
+    if (code := process.wait()) != 0:
         _raise_expected(str(output))
-        raise child_failed("the profiled program", process.returncode, bytes(output))
+        raise child_failed("the profiled program", code, bytes(output))
 
 
 def _raise_expected(output: str) -> None:

@@ -145,8 +145,8 @@ def communicate(
 ) -> tuple[Excerpt, Excerpt]:
     """Read what a process prints on its pipes until it has ended.
 
-    After an exception the caller kills it. A process that outlives that and holds the pipes makes
-    nobody wait.
+    The caller kills what is left of its group, then waits for it; until then nobody else gets its
+    id. A process that outlives that and holds the pipes makes nobody wait.
 
     Args:
         process: started with `stdout` or both as pipes.
@@ -161,6 +161,7 @@ def communicate(
         subprocess.TimeoutExpired: it has not ended, or others still hold its pipes.
     """
     found = Excerpt(most_bytes=most_bytes), Excerpt(most_bytes=most_bytes)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
     deadline, look = time.monotonic() + timeout_s, time.monotonic() + WATCH_S
     pipes = [
         (pipe, kept)
@@ -171,7 +172,7 @@ def communicate(
         readable = stack.enter_context(selectors.DefaultSelector())
         for pipe, kept in pipes:
             readable.register(stack.enter_context(pipe), selectors.EVENT_READ, kept)
-        while readable.get_map() or process.poll() is None:
+        while readable.get_map() or not os.waitid(os.P_PID, process.pid, ended):
             now = time.monotonic()
             if now > deadline:
                 raise subprocess.TimeoutExpired(process.args, timeout_s)

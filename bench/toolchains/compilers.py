@@ -157,10 +157,9 @@ def run_compiler(
     except OverLimitError as error:
         return 124, f"the compiler was stopped: {error}"
     finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.wait(), str(output)
+        os.killpg(process.pid, signal.SIGKILL)  # with what it left
+        code = process.wait()
+    return code, str(output)
 
 
 def _prefix(compiler: str) -> Path:
