@@ -19,6 +19,7 @@ from patcher.bench import PatcherError, Workload, relayed
 from patcher.bench.engines.architecture import must_fit_cpu
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox import communicate
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from patcher.hotspot.profile import Profile, ProfileWarning
@@ -179,18 +180,18 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = communicate(process, TIMEOUT_S)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             raise PatcherError(
                 f"profiling took over {TIMEOUT_S} s", "try a smaller batch"
             ) from None
         raise
-    if process.returncode != 0:
-        _raise_expected(output.decode("utf-8", "replace"))
-        raise child_failed("the profiled program", process.returncode, output)
+    if (code := process.wait()) != 0:
+        _raise_expected(str(output))
+        raise child_failed("the profiled program", code, bytes(output))
 
 
 def _raise_expected(output: str) -> None:

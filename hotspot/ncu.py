@@ -9,9 +9,11 @@ from typing import Literal
 
 from patcher.bench import MissingError, UsageError
 from patcher.bench.machine.installed import find_ncu, version_of
+from patcher.bench.sandbox import run
 from patcher.hotspot.names import printable
 
 _RAW = ("--page", "raw", "--csv", "--print-units", "base")
+_MOST_BYTES = 256 << 20
 _SECONDS = 300
 """Timeout; ncu exports a report of a thousand kernels in well under a minute."""
 
@@ -34,21 +36,23 @@ def raw_page(report: Path) -> str:
         )
     fix = "read it with an ncu as new as the one that wrote it (PATCHER_NCU), or profile again"
     try:
-        result = subprocess.run(
+        code, out, err = run(
             [str(ncu), "--import", str(report), *_RAW],
-            capture_output=True,
-            env=dict(os.environ) | {"LC_ALL": "C"},
-            check=False,
-            timeout=_SECONDS,
+            _SECONDS,
+            dict(os.environ) | {"LC_ALL": "C"},
+            _MOST_BYTES,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"ncu cannot read {report.name}: {type(error).__name__}", fix) from error
-    text = result.stdout.decode("utf-8", errors="replace")
-    if result.returncode != 0:
-        lines = (result.stderr.decode("utf-8", errors="replace") or text).strip().splitlines()
+    if code != 0:
+        lines = str(err if bytes(err) else out).strip().splitlines()
         last = f": {printable(lines[-1])[:300]}" if lines else ""
         raise UsageError(f"ncu cannot read {report.name}{last}", fix)
-    return text
+    if out.left_out:
+        raise UsageError(
+            f"{report.name} has more than {_MOST_BYTES >> 20} MiB of counters", "profile less"
+        )
+    return str(out)
 
 
 def ncu_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:

@@ -11,6 +11,7 @@ from typing import Literal
 from patcher.bench import MissingError, UsageError
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.machine.installed import find_tool, version_of
+from patcher.bench.sandbox import KEPT_BYTES, run
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",
@@ -20,6 +21,8 @@ PLACES = (
     # Nsight Compute carries a whole nsys
     "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",
 )
+_EXPORT_S = 3600
+_AGAIN = "profile again"
 
 
 def find_nsys() -> Path | None:
@@ -62,17 +65,15 @@ def export_sqlite(report: Path, target: Path) -> Path:
     if missing := missing_libraries(nsys):
         raise MissingError(f"nsys lacks {', '.join(missing)}", _library_fix(missing))
     command = [str(nsys), "export", "--type", "sqlite", "--force-overwrite", "true"]
-    result = subprocess.run(
-        [*command, "-o", str(target), str(report)],
-        capture_output=True,
-        text=True,
-        env=nsys_environment(),
-        check=False,
-    )
-    if result.returncode != 0 or not target.is_file():
-        last = (result.stderr or result.stdout).strip().splitlines()
+    command += ["-o", str(target), str(report)]
+    try:
+        code, out, err = run(command, _EXPORT_S, nsys_environment(), KEPT_BYTES)
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"nsys cannot export {report.name} in {_EXPORT_S} s", _AGAIN) from error
+    if code != 0 or not target.is_file():
+        last = str(err if bytes(err) else out).strip().splitlines()
         reason = f": {last[-1][:300]}" if last else ""
-        raise UsageError(f"nsys cannot export {report.name}{reason}", "profile again")
+        raise UsageError(f"nsys cannot export {report.name}{reason}", _AGAIN)
     return target
 
 

@@ -50,7 +50,7 @@ def memory_errors(workload: Workload) -> Iterator[None]:
 
 
 def child_failed(what: str, code: int, output: bytes) -> PatcherError:
-    """The error for a program that failed; its whole output goes to a log file, which it names.
+    """The error for a program that failed; its output goes to a log file, which it names.
 
     Args:
         what: the program, as the subject of a sentence.
@@ -65,7 +65,7 @@ def ended(how: str, output: bytes) -> EndedError:
     said = last_error(output) or "it printed nothing"
     with tempfile.NamedTemporaryFile(prefix="patcher-", suffix=".log", delete=False) as log:
         log.write(output)
-    return EndedError(f"{how}: {said}", f"its whole output is in {log.name}", said)
+    return EndedError(f"{how}: {said}", f"its output is in {log.name}", said)
 
 
 def last_error(output: bytes) -> str:

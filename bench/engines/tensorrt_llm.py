@@ -24,10 +24,10 @@ from patcher.bench.engines.tensorrt_llm_inputs import (
 )
 from patcher.bench.engines.tensorrt_llm_report import BenchReport, read_report, take_window
 from patcher.bench.errors import MissingError, PatcherError, UsageError
+from patcher.bench.sandbox import Excerpt
 
 WORKER_PREFIX = "TLLM_"
 """Workers inherit only variables with this prefix or with TRTLLM."""
-_TAIL = 2000
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -102,8 +102,8 @@ def run_benchmark(
     if status is None:
         raise PatcherError(f"{program} did not end in {timeout_s:g} s", f"see {log}")
     if status != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip().splitlines()
-        last = lines[-1] if lines else "it printed nothing"
+        lines = str(Excerpt.of_file(log)).strip().splitlines()
+        last = lines[-1][:2000] if lines else "it printed nothing"
         raise PatcherError(f"{program} ended with status {status}: {last}", f"see {log}")
     return read_report(report, run)
 

@@ -38,9 +38,9 @@ from patcher.bench.judge.zygote import (
 )
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import parse_json
+from patcher.bench.sandbox import WATCH_S, remove_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.sandbox import remove_folder
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
@@ -94,7 +94,7 @@ class Runner:
         """The CPUs to which the process was pinned; None: no pinning."""
         self.reply_s = 0.0
         """Seconds that the last reply took."""
-        self.main = 0
+        self.main, self._watched = 0, 0.0
         """Process id of the runner inside what confines it."""
         self._stopped: set[int] = set()
         """Ids of its processes while they are stopped."""
@@ -123,13 +123,12 @@ class Runner:
                     memory_bytes=limits.memory_bytes,
                 )
             )
-        root = str(ROOT)
         job = {
             "folder": str(self.folder),
             "log": str(self.folder / "log"),
             "environment": caches(self.folder, trusted),
             "policy": policy,
-            "paths": [root] if trusted else [],
+            "paths": [str(ROOT)] if trusted else [],
         }
         try:
             self._pid = zygote.fork(job, [commands, replies, inputs, self._files[1]])
@@ -152,10 +151,7 @@ class Runner:
         return self._status is None
 
     def start(
-        self,
-        threads: int | None = None,
-        cpus: list[int] | None = None,
-        portable: bool = False,
+        self, threads: int | None = None, cpus: list[int] | None = None, portable: bool = False
     ) -> None:
         """Confine the process, import torch and initialise the device, before any foreign code.
 
@@ -168,7 +164,7 @@ class Runner:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
-        told = {"device": device, "threads": threads, "cpus": cpus, "portable": portable}
+        told = {"device": device, "threads": threads, "portable": portable}
         try:
             reply = self.command("start", START_S, **told)
         except RunnerFailure as failure:
@@ -195,6 +191,8 @@ class Runner:
             RunnerFailure: the command raised, or the process crashed, exited or did not reply in
                 time (then it is killed).
         """
+        if not self._stopped:
+            self._watch(WATCH_S)  # commands may be too short for a look at it
         nonce = secrets.token_hex(8)
         line = json.dumps({"do": do, "nonce": nonce, **arguments}).encode() + b"\n"
         begin = time.perf_counter()
@@ -270,6 +268,7 @@ class Runner:
         reply = self.command(do, timeout_s, **arguments)
         own = tree.waited_s(threading.get_native_id()) - own
         now = tree.CpuTime.of(self.stop(), self.main)
+        self._watch(WATCH_S)  # not while its clock runs
         (used, waited), lost = now.since(before), len(now.lost(before))
         return reply, Spent(used * 1e6, self.reply_s * 1e6, (waited + own) * 1e6, lost)
 
@@ -281,8 +280,11 @@ class Runner:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             remaining = deadline - time.monotonic()
-            ready, _, _ = select.select([self._replies], [], [], min(max(remaining, 0), 0.2))
-            if ready:
+            if remaining <= 0:  # also of who sends a byte now and then
+                self.kill()
+                message = f"no answer after {timeout_s:g} s: it hangs (killed)"
+                raise RunnerFailure(message, kind="Timeout")
+            if select.select([self._replies], [], [], min(remaining, WATCH_S))[0]:
                 chunk = os.read(self._replies, 1 << 16)
                 if not chunk:
                     raise RunnerFailure(self._exit_reason())
@@ -290,12 +292,8 @@ class Runner:
                 if len(self._buffer) > _REPLY_LIMIT:
                     self.kill()
                     raise ForgedReplyError("it floods the reply channel")
-            elif remaining <= 0:
-                self.kill()
-                message = f"no answer after {timeout_s:g} s: it hangs (killed)"
-                raise RunnerFailure(message, kind="Timeout")
-            else:
-                self._watch()
+            if b"\n" not in self._buffer:
+                self._watch(WATCH_S)
         line, self._buffer = self._buffer.split(b"\n", 1)
         try:
             reply = parse_json(line)
@@ -306,16 +304,16 @@ class Runner:
             raise ForgedReplyError("its reply is not JSON: something else wrote to the channel")
         return reply
 
-    def _watch(self) -> None:
-        """Enforce the memory limit over the whole process tree; rlimits apply per process."""
-        used = tree.memory_bytes(self._pid)
-        if used > self.limits.memory_bytes:
+    def _watch(self, every_s: float = 0.0) -> None:
+        """Enforce the memory limit over the whole process tree, if that is due."""
+        if not self.alive or time.monotonic() - self._watched < every_s:
+            return
+        self._watched = time.monotonic()
+        try:
+            tree.demand_within(self.limits.memory_bytes, self._pid, self.folder, self._files)
+        except tree.OverLimitError as error:
             self.kill()
-            raise RunnerFailure(
-                f"it took {used / 2**30:.1f} GiB of memory, "
-                f"{self.limits.memory_bytes / 2**30:.1f} allowed (killed)",
-                kind="Memory",
-            )
+            raise RunnerFailure(f"{error} (killed)", kind="Memory") from None
 
     def _exit_reason(self) -> str:
         self._status = self._zygote.reap(self._pid)

@@ -11,7 +11,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from patcher.bench.judge.sets import packed
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 from patcher.bench.records import parse_json
-from patcher.bench.sandbox import plain_file, strangers_folder
+from patcher.bench.sandbox import communicate, plain_file, strangers_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built
@@ -177,7 +176,7 @@ def run(
                 start_new_session=True,
             )
             try:
-                stopped = _wait(process_, limit_s, memory_bytes)
+                stopped = _wait(process_, limit_s, memory_bytes, folder)
             finally:
                 tree.kill(process_.pid)
                 process_.wait()
@@ -242,19 +241,17 @@ def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
     return place
 
 
-def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int) -> str:
+def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int, folder: Path) -> str:
     """Wait for the end; return why the process must be stopped, or an empty string."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            running.wait(timeout=0.2)
-            return ""
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > deadline:
-                return f"not done after {limit_s:g} s"
-        used = tree.memory_bytes(running.pid)
-        if used > memory_bytes:
-            return f"it took {used / 2**30:.1f} GiB of memory"
+    try:
+        communicate(
+            running, limit_s, watch=lambda: tree.demand_within(memory_bytes, running.pid, folder)
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {limit_s:g} s"
+    except tree.OverLimitError as error:
+        return str(error)
+    return ""
 
 
 def _answer(result: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from patcher.bench import Candidate, PatcherError, Record, UsageError
+from patcher.bench.sandbox import plain_file
 from patcher.bench.toolchains import build
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.kernelbench.model_new import model_new, record_of, source_text
@@ -94,12 +95,12 @@ def _checked(candidate: Candidate, problem: Path) -> OwnCheck:
         (work / "check.py").write_text(SCRIPT, encoding="utf-8")
         program = [sys.executable, "-P", "check.py", file.name, device]
         code, log = run_compiler(program, work, CHECK_S, device=device)
-        told = work / "verdict.json"
-        if code != 0 or told.is_symlink() or not told.is_file():
+        verdict = plain_file(work / "verdict.json", 10_000)
+        if code != 0 or verdict is None:
             last = (log.strip().splitlines() or [f"exit code {code}"])[-1]
             return OwnCheck(accepted=False, why=f"its process ended: {last[:300]}")
         try:
-            return OwnCheck.model_validate(json.loads(told.read_bytes()[:10_000]))
+            return OwnCheck.model_validate(json.loads(verdict))
         except ValueError:
             return OwnCheck(accepted=False, why="its process wrote no verdict")
 

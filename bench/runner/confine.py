@@ -236,11 +236,18 @@ _WITHOUT_ROOT = _numbers("""
     fchmodat:268:53 fchmodat2:452 setxattrat:463 removexattrat:466
 """)
 """Denied without an own root, since Landlock does not protect metadata of the user's files."""
+_ON_CPU = _numbers("""
+    alarm:37:-1 setitimer:38:103 timer_create:222:107 timerfd_create:283:85 memfd_create:319:279
+    memfd_secret:447 shmget:29:194 semget:64:190 msgget:68:186 io_setup:206:0 sendmsg:46:211
+    sendmmsg:307:269
+""")
+"""Denied on a CPU, where a stopped process must cost others nothing and hold only memory that is
+counted: timers that run on, memory that no process maps, descriptors on their way in a socket."""
 _WITHOUT_PIDS = _numbers("setpgid:109:154 setsid:112:157")
 """Denied without a PID namespace, where only a process group holds the run together."""
 _OTHERS = _numbers("""
-    socket:41:198 clone:56:220 capset:126:91 prctl:157:167 clone3:435 landlock_create_ruleset:444
-    landlock_add_rule:445 landlock_restrict_self:446
+    sched_setaffinity:203:122 socket:41:198 clone:56:220 capset:126:91 prctl:157:167 clone3:435
+    landlock_create_ruleset:444 landlock_add_rule:445 landlock_restrict_self:446
 """)
 
 
@@ -311,6 +318,9 @@ def _limit(done: _Attempts, policy: Policy, tasks: int) -> None:
             lower(resource.RLIMIT_DATA, policy.memory_bytes)
             # shared memory is not data; reserved address space is many times what is used
             lower(resource.RLIMIT_AS, 4 * policy.memory_bytes)
+            lower(resource.RLIMIT_SIGPENDING, 64)  # bounds timers, too
+            lower(resource.RLIMIT_MSGQUEUE, 0)
+            lower(resource.RLIMIT_RTPRIO, 0)
 
     def processes() -> None:
         if os.geteuid() == 0:
@@ -771,6 +781,7 @@ def _seccomp(policy: Policy, own_root: bool, own_pids: bool) -> None:
     denied = list(_DENIED.values())
     denied += [] if own_root else _WITHOUT_ROOT.values()
     denied += [] if own_pids else _WITHOUT_PIDS.values()
+    denied += _ON_CPU.values() if policy.cpu_only else []
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x80000000)
     refuse, unknown = ((give, 0, 0, 0x50000 | code) for code in (errno.EPERM, errno.ENOSYS))
@@ -785,6 +796,8 @@ def _seccomp(policy: Policy, own_root: bool, own_pids: bool) -> None:
             code += [(equal, 0, 1, number), refuse]
     # glibc falls back to clone, whose flags a filter can read
     code += [(equal, 0, 1, _number("clone3")), unknown]
+    if policy.cpu_only:  # it stays on its CPUs, as in a cpuset; an error ends OpenMP's threads
+        code += [(equal, 0, 1, _number("sched_setaffinity")), (give, 0, 0, 0x50000)]
     spaces = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET | _NEWCGROUP
     af_unix = 1 if own_root or not policy.cpu_only else 0xFFFFFFFF
     for name, test, yes, no in (

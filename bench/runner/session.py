@@ -48,15 +48,11 @@ class Session(Carrying):
         self.late: Any = None
         self.probe: Any = None
 
-    def do_start(
-        self, device: str, threads: int | None, cpus: list[int] | None, portable: bool = False
-    ) -> dict[str, Any]:
+    def do_start(self, device: str, threads: int | None, portable: bool = False) -> dict[str, Any]:
         """Initialise the device, before any foreign code.
 
         With `portable`, calls that are captured later can be handed over to another process.
         """
-        if cpus is not None:
-            os.sched_setaffinity(0, cpus)
         import torch
 
         torch.manual_seed(0)

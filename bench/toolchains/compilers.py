@@ -18,12 +18,16 @@ from pydantic import Field
 from patcher.bench.machine.environment import cpu_instructions
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.records import Record
-from patcher.bench.sandbox import plain_file, strangers_folder
+from patcher.bench.sandbox import Excerpt, communicate, plain_file, strangers_folder
+from patcher.bench.sandbox.process_tree import OverLimitError, demand_within
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0
 """Time limit in seconds of one candidate's build, unless `$PATCHER_BUILD_TIMEOUT_S` is set."""
 LOG_LIMIT = 20_000
+"""Most bytes of a build's messages that are kept: their head and their tail."""
+MEMORY_BYTES = 16 << 30
+"""Memory limit in bytes of a compiler with its children and its folder."""
 
 
 class CompileJob(Record):
@@ -68,7 +72,7 @@ def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
         for name, text in {**job.files, candidate.file_name: candidate.source}.items():
             (work / name).write_text(text, encoding="utf-8")
         code, log = run_compiler([*job.command], work, environment=job.environment)
-        log = _without_paths(log, work)[:LOG_LIMIT]
+        log = str(Excerpt(_without_paths(log, work).encode(), LOG_LIMIT))
         path = None
         product = plain_file(work / job.product) if code == 0 else None
         if product is not None:
@@ -110,7 +114,14 @@ def run_compiler(
     no inherited environment. It is killed with its children.
 
     Args:
+        command: the compiler with its arguments.
+        folder: its folder.
+        timeout_s: time limit in seconds; None: that of a build.
+        environment: further environment variables.
         device: `cuda` lets it use the GPU, for a program that runs a stranger's kernel.
+
+    Returns:
+        Its exit code, and head and tail of what it printed.
     """
     # imported late: the sandbox hides the project, and so knows its packages
     from patcher.bench.sandbox import policy as sandbox
@@ -138,16 +149,17 @@ def run_compiler(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = communicate(
+            process, timeout_s, watch=lambda: demand_within(MEMORY_BYTES, process.pid, folder)
+        )
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return 124, f"the compiler was stopped after {timeout_s:g} s"
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    return process.returncode, output.decode("utf-8", "replace")
+    except OverLimitError as error:
+        return 124, f"the compiler was stopped: {error}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it left
+        code = process.wait()
+    return code, str(output)
 
 
 def _prefix(compiler: str) -> Path:

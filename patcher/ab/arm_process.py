@@ -26,6 +26,7 @@ from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
 from patcher.bench.engines.child_errors import ended, last_error
 from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox import Excerpt
 from patcher.integrate import Patch, Receipt, patch_environment
 
 LOAD_S = 900.0
@@ -195,7 +196,7 @@ class ArmProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        self._output = self._log.read_bytes()[-_LOG_LIMIT:]
+        self._output = bytes(Excerpt.of_file(self._log, _LOG_LIMIT))
         self.last_words = last_error(self._output)
         self._folder.cleanup()
 

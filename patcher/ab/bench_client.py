@@ -16,6 +16,7 @@ from patcher.bench import PatcherError
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
+from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 
 RUN_S = 900.0
@@ -74,5 +75,5 @@ class BenchClient:
         code = int(stdout.readline() or self._process.wait() or 1)
         if code != 0:
             server.check(DYING_S)
-            raise child_failed(self._name, code, self._log.read_bytes())
+            raise child_failed(self._name, code, bytes(Excerpt.of_file(self._log)))
         return samples

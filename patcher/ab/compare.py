@@ -23,9 +23,12 @@ from patcher.bench import PatcherError, relayed
 from patcher.bench.ab.phases import ABPhase, ABProgress
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox import Excerpt, plain_file
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Patch
 
+_LONGEST_LINE = 1 << 16
+_MOST_BYTES = 1 << 28
 RESULT: TypeAdapter[tuple[Measurement, ...]] = TypeAdapter(tuple[Measurement, ...])
 """The result file of the measuring process."""
 
@@ -81,7 +84,7 @@ def compare_patches(
             )
         assert process.stdout is not None
         try:
-            for line in process.stdout:
+            while line := process.stdout.readline(_LONGEST_LINE):  # others come in pieces
                 _relay(line, progress)
             code = process.wait()
         except BaseException:
@@ -89,13 +92,13 @@ def compare_patches(
             process.wait()
             raise
         result = folder / "result.json"
-        if code != 0 or not result.is_file():
-            error = folder / "error.json"
-            if error.is_file():
-                raise relayed(json.loads(error.read_text(encoding="utf-8")))
-            raise child_failed("measuring", code, (folder / "log").read_bytes())
+        told = plain_file(result, _MOST_BYTES)
+        if code != 0 or told is None:
+            if error := plain_file(folder / "error.json", _MOST_BYTES):
+                raise relayed(json.loads(error))
+            raise child_failed("measuring", code, bytes(Excerpt.of_file(folder / "log")))
         try:
-            return RESULT.validate_json(result.read_bytes())
+            return RESULT.validate_json(told)
         except ValidationError as error:
             raise PatcherError(f"the measurement gave no valid result: {error}") from error
 

@@ -21,6 +21,7 @@ from patcher.bench.engines import PLUGINS
 from patcher.bench.engines.child_errors import ended
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
+from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Receipt, read_receipts
 
@@ -254,7 +255,8 @@ class EngineServer:
             time.sleep(0.2)
 
     def _failed(self, how: str) -> PatcherError:
-        return ended(f"the {self.name} server {how}", self._log.read_bytes()[-_LOG_LIMIT:])
+        output = bytes(Excerpt.of_file(self._log, _LOG_LIMIT))
+        return ended(f"the {self.name} server {how}", output)
 
 
 def refuse_used_port(port: int) -> None:

@@ -34,7 +34,7 @@ def test_the_exception_is_the_sentence(
     error = child_failed("the program", 1, output)
     assert error.message == f"the program failed (exit code 1): {said}"
     [log] = tmp_path.iterdir()
-    assert error.hint == f"its whole output is in {log}"
+    assert error.hint == f"its output is in {log}"
     assert log.read_bytes() == output
 
 

@@ -17,11 +17,11 @@ from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
-from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.process import Limits, Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
-from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
-from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, Zygote
+from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
+from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, Zygote, placed
 from patcher.bench.ops.op import Op
 from patcher.bench.toolchains import build
 
@@ -54,7 +54,8 @@ def runner(zygote: Zygote) -> Iterator[Runner]:
 def loaded(runner: Runner, source: str) -> None:
     candidate = Candidate(op=NORM.name, language=Language.TORCH, source=source)
     built = build(candidate, NORM.contract)
-    runner.command("candidate", path=str(built.path), binding=built.binding, entry=NORM.name)
+    path = str(placed(built, runner.folder))
+    runner.command("candidate", path=path, binding=built.binding, entry=NORM.name)
 
 
 def called(runner: Runner) -> None:
@@ -178,6 +179,98 @@ def test_a_baselines_process_that_died_is_started_anew() -> None:
             os.kill(judge._trusted["cpu"]._pid, signal.SIGKILL)
             with pytest.raises(RunnerFailure):
                 judge._trusted["cpu"].command("canary")
+
+
+def refused(zygote: Zygote, source: str, calls: int = 1) -> RunnerFailure:
+    """What comes of a confined candidate, which may hold 2 GiB and has one CPU."""
+    with Runner(zygote, Limits(memory_bytes=2 << 30), trusted=False) as runner:
+        runner.start(1, cpus=sorted(os.sched_getaffinity(0))[:1])
+        if "seccomp not" in runner.confinement:
+            pytest.skip(runner.confinement)
+        loaded(runner, source)
+        try:
+            for _ in range(calls):
+                called(runner)
+        except RunnerFailure as failure:
+            return failure
+    raise AssertionError("nothing came of it")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs a second CPU")
+def test_a_process_born_in_a_call_stays_on_the_cpu_of_its_parents(zygote: Zygote) -> None:
+    source = """
+import os
+def fused_add_rms_norm(*_):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.sched_setaffinity(0, range(os.cpu_count()))
+        os.write(write, repr(os.sched_getaffinity(0)).encode())
+        os._exit(0)
+    raise RuntimeError("may run on " + os.read(read, 4096).decode())
+"""
+    first = min(os.sched_getaffinity(0))
+    assert refused(zygote, source).message.endswith(f"may run on {{{first}}}")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs a second CPU")
+def test_where_it_could_leave_its_cpu_each_thread_is_looked_at(zygote: Zygote) -> None:
+    """An unconfined process stands for one without seccomp."""
+    source = f"""{RIGHT}
+import os, threading
+def wander():
+    os.sched_setaffinity(0, range(os.cpu_count()))
+    threading.Event().wait(60)
+threading.Thread(target=wander, daemon=True).start()
+"""
+    one, *others = sorted(os.sched_getaffinity(0))
+    with Runner(zygote, Limits(reply_s=60.0), trusted=True) as runner:
+        runner.start(1, cpus=[one])
+        loaded(runner, source)
+        arm = TimedArm(NORM, "cpu", runner, STOCK, checked=True)
+        arm.empty.add(Spent(1.0, 1.0, 0.0))
+        prepared(arm)
+        with pytest.raises(WrongCall, match=f"let a thread run on CPU {others[0]}"):
+            arm.block(
+                fresh_sets(NORM, NORM.sweep("cpu").points()[0], 4, "cpu", STOCK, Secrets(2)), [0]
+            )
+
+
+UNSEEN = """
+import contextlib, mmap, os, socket, time
+held = []
+def space():  # to every pipe, so that the judge reads and does not wait
+    time.sleep(0.02)
+    for fd in range(3, 32):
+        with contextlib.suppress(OSError):
+            os.write(fd, b" ")
+def fused_add_rms_norm(*_):
+    {take}
+"""
+
+
+@pytest.mark.parametrize(
+    ("take", "calls"),
+    [
+        # the sets' own file, without a mapping
+        ("[os.posix_fallocate(n, 0, 3 << 30) for n in range(3, 32) if 'outputs' in "
+         "os.readlink(f'/proc/self/fd/{n}')]", 3),
+        ("[(held.append(mmap.mmap(-1, 20 << 20)), held[-1].write(bytes(20 << 20)), space()) "
+         "for _ in range(150)]", 2),
+        ("n = len(held); held.append(open(f'{n}', 'wb')); os.posix_fallocate(held[-1].fileno(), 0, "
+         "200 << 20)", 30),
+        ("held.append(open('it', 'wb')); os.unlink('it'); os.posix_fallocate(held[-1].fileno(), 0, "
+         "200 << 20)", 30),
+        ("os.fork() or held.extend(socket.socketpair() for _ in range(1500)) "
+         "or time.sleep(60)", 3),
+    ],
+    ids=["sets", "shared", "files", "unnamed", "sockets"],
+)  # fmt: skip
+def test_memory_that_no_look_at_one_process_would_show(
+    zygote: Zygote, take: str, calls: int
+) -> None:
+    """In pieces, of which each is taken faster than the judge looks."""
+    found = refused(zygote, UNSEEN.replace("{take}", take), calls)
+    assert (found.kind, found.fatal) == ("Memory", True), found.message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which starts")

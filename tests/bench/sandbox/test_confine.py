@@ -204,7 +204,8 @@ STATE = """
 import resource
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
 limits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-          for name in ("CORE", "CPU", "NOFILE", "FSIZE", "DATA", "AS", "NPROC")}
+          for name in ("CORE", "CPU", "NOFILE", "FSIZE", "DATA", "AS", "NPROC", "SIGPENDING",
+                       "MSGQUEUE", "RTPRIO")}
 print(json.dumps({
     **{name: status[name].split() for name in ("NoNewPrivs", "CapPrm", "CapEff", "CapBnd",
                                                "Seccomp", "Uid", "Groups")},
@@ -223,6 +224,7 @@ def test_limits_and_privileges(box: Box, mode: str) -> None:
     assert {int(told[name][0], 16) for name in ("CapPrm", "CapEff", "CapBnd")} == {0}
     assert told["limits"]["CORE"] == 0
     assert (told["limits"]["CPU"], told["limits"]["NOFILE"]) == (77, 99)
+    assert [told["limits"][name] for name in ("SIGPENDING", "MSGQUEUE", "RTPRIO")] == [64, 0, 0]
     assert told["oom"] == "1000"
     # seen from inside of a PID namespace, the session's leader, the waiter, has no number
     assert told["session"] == (0 if mode == "all" else told["pid"])
@@ -294,7 +296,8 @@ def test_the_next_run_finds_nothing_of_the_last(box: Box) -> None:
 @every_rung
 def test_calls_into_other_processes_and_the_kernel_are_denied(box: Box, mode: str) -> None:
     needs(mode, "seccomp")
-    numbers = {name: number for name, number in confine._DENIED.items() if number >= 0}
+    denied = confine._DENIED | confine._ON_CPU
+    numbers = {name: number for name, number in denied.items() if number >= 0}
     told = box.says(
         f"""
 import ctypes, sys
@@ -323,6 +326,7 @@ def test_system_call_numbers_are_those_of_the_headers() -> None:
     words = [line.split() for line in header.read_text().splitlines()]
     known = {w[1][5:]: int(w[2]) for w in words if len(w) == 3 and w[1].startswith("__NR_")}
     ours = confine._DENIED | confine._WITHOUT_ROOT | confine._WITHOUT_PIDS | confine._OTHERS
+    ours |= confine._ON_CPU
     assert {name: known[name] for name in ours if name in known} == {
         name: number for name, number in ours.items() if name in known
     }
@@ -599,6 +603,60 @@ print(int((torch.ones(600, 600) @ torch.ones(600, 600)).sum()))
         check=False,
     )
     assert done.stdout == "216000000\n", f"{FOUND[mode].describe()}: {done.stderr}"
+
+
+@every_way
+def test_timers_are_few(box: Box, mode: str) -> None:
+    """A stopped process's timers cost whoever runs when they expire 5 us each, of CPU time."""
+    told = box.says(
+        f"""{TRY}
+import ctypes, signal
+libc = ctypes.CDLL(None, use_errno=True)
+made = sum(libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())) == 0 for _ in range(1000))
+kept = sum(libc.timerfd_create(1, 0) >= 0 for _ in range(1000))
+print(json.dumps([made, kept, attempt(lambda: signal.setitimer(signal.ITIMER_REAL, 60))[0],
+                  signal.alarm(60)]))""",
+        mode,
+    )
+    assert told[0] <= 64
+    if "seccomp" in FOUND[mode].in_force:
+        assert told == [0, 0, False, 0xFFFFFFFF]
+
+
+@every_rung
+def test_threads_that_openmp_would_bind_run_where_they_may(box: Box, mode: str) -> None:
+    needs(mode, "seccomp")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    source = box.path / "threads.cpp"
+    source.write_text("""
+#include <omp.h>
+#include <sched.h>
+#include <cstdio>
+int main() {
+  int sum = 0;
+#pragma omp parallel num_threads(2) reduction(+ : sum)
+  sum += omp_get_thread_num() + 1;
+  cpu_set_t one, now;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  sched_getaffinity(0, sizeof now, &now);
+  const int before = CPU_COUNT(&now), done = sched_setaffinity(0, sizeof one, &one);
+  sched_getaffinity(0, sizeof now, &now);
+  std::printf("%d %d %d\\n", sum, done, CPU_COUNT(&now) == before);
+}""")
+    subprocess.run(["g++", "-fopenmp", str(source), "-o", str(box.path / "threads")], check=True)
+    policy = sandbox.runner_policy(
+        Path(box.policy().folder), device="cpu", also=[box.path / "threads"]
+    )
+    done = subprocess.run(
+        sandbox.command(policy, str(box.path / "threads"), without=WITHOUT[mode]),
+        env={"PATH": os.defpath, "OMP_PROC_BIND": "close"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "3 0 1\n", done.stderr
 
 
 def test_cuda_computes(box: Box) -> None:

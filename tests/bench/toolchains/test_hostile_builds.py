@@ -9,7 +9,8 @@ import pytest
 
 from patcher.bench import Candidate, Language
 from patcher.bench.sandbox import plain_file, strangers_folder
-from patcher.bench.toolchains.compilers import CompileJob, compiled
+from patcher.bench.toolchains import compilers
+from patcher.bench.toolchains.compilers import LOG_LIMIT, CompileJob, compiled, run_compiler
 
 SOURCE = "print('built')\n"
 
@@ -77,3 +78,53 @@ def test_a_folder_goes_however_deep_it_is_nested(tmp_path: Path) -> None:
         assert plain_file(folder / "none") is None
     assert not folder.exists()
     assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_of_a_flood_of_messages_head_and_tail_are_kept(code: int, tmp_path: Path) -> None:
+    """As of `#pragma message` in a header that includes itself, or of templates' errors."""
+    flood = f"""
+print("the first error")
+for _ in range(4000):
+    print("note: " + "x" * 10_000)
+print("the last error")
+open("made", "w").write("made")
+raise SystemExit({code})
+"""
+    command = [sys.executable, "-P", "-c", flood]
+    ended, log = run_compiler(command, tmp_path)
+    assert ended == code
+    assert log.startswith("the first error\n")
+    assert log.endswith("the last error\n")
+    assert "bytes are left out" in log
+    assert len(log) < 1.1 * 2**20
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    job = CompileJob(
+        files={},
+        command=tuple(command),
+        product="made",
+        binding="python",
+        shown="build",
+        version=str(code),
+    )
+    made = compiled(Candidate(op="norm", language=Language.CUTEDSL, source=SOURCE), job, cache)
+    assert made.ok == (code == 0)
+    assert len(made.log) < LOG_LIMIT + 100
+    assert made.log.startswith("the first error\n")
+    assert made.log.endswith("the last error\n")
+
+
+def test_a_build_that_takes_too_much_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "MEMORY_BYTES", 200 << 20)
+    flood = """
+import os, time
+for name in range(60):
+    os.posix_fallocate(os.open(str(name), os.O_CREAT | os.O_WRONLY), 0, 10 << 20)
+time.sleep(60)
+"""
+    code, log = run_compiler([sys.executable, "-P", "-c", flood], tmp_path)
+    assert code == 124
+    assert log.startswith("the compiler was stopped: it took 0.6 GiB of memory")

@@ -1,8 +1,9 @@
 // cheat: 97 a helper thread leaves the CPU that both sides are pinned to
 // op: fused_add_rms_norm
 // device: cpu
-// outcome: guard_violation, too_slow
-// caught: guards
+// outcome: guard_violation, mismatch
+// caught: guards, values
+// Where it cannot leave, it leaves its half undone.
 #include <sched.h>
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>
@@ -43,15 +44,17 @@ class Helper {
 
  private:
   void live() {
+    bool stays = false;
 #if CHEAT
     const cpu_set_t set = others();
     sched_setaffinity(0, sizeof set, &set);
+    stays = !CPU_ISSET(sched_getcpu(), &set);
 #endif
     for (;;) {
       std::unique_lock<std::mutex> hold(mutex_);
       changed_.wait(hold, [this] { return bool(task_); });
       hold.unlock();
-      task_();
+      if (!stays) task_();
       hold.lock();
       task_ = nullptr;
       changed_.notify_all();
