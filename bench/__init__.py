@@ -68,6 +68,7 @@ from patcher.bench.records import (
     problem,
     read_source,
     require_file,
+    write_atomically,
 )
 from patcher.bench.stats.comparison import Comparison, Sample, Window
 from patcher.bench.workload import Shape, Workload, fit_context, pick_device
@@ -176,4 +177,5 @@ __all__ = [
     "relayed",
     "require_file",
     "sweep_named",
+    "write_atomically",
 ]

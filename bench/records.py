@@ -101,11 +101,11 @@ def remembered(path: Path, kind: type[AnyRecord], measure: Callable[[], AnyRecor
     return record
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file so that other processes see all of it or nothing; its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(text, encoding="utf-8")
+    staged.write_bytes(data.encode() if isinstance(data, str) else data)
     staged.replace(path)
 
 

@@ -27,6 +27,7 @@ from patcher.bench import (
     load_ops,
     parse_json,
     problem,
+    write_atomically,
 )
 from patcher.integrate.formats import CARRIED, ExportRecord
 from patcher.integrate.formats.foreign_contract import Refused, op_of
@@ -328,13 +329,13 @@ def _record(kind: Any, text: bytes, name: str) -> Any:
 
 
 def _write(out: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        path = out / name
-        if path.exists() and (not path.is_file() or path.read_bytes() != content):
-            raise UsageError(f"{path} exists and differs", "choose another --out")
+    """Write each file whole, a contract last, so that a kill leaves no half of an op."""
     try:
         for name, content in files.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).write_bytes(content)
+            path = out / name
+            if path.exists() and (not path.is_file() or path.read_bytes() != content):
+                raise UsageError(f"{path} exists and differs", "choose another --out")
+        for name in sorted(files, key=lambda name: name.endswith("/op.toml")):
+            write_atomically(out / name, files[name])
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}", "choose another --out") from error

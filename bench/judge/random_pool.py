@@ -6,6 +6,7 @@ command to the runner contains them, as it would contain the bytes.
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 
@@ -100,8 +101,9 @@ class RandomPool:
         if not mantissa:
             return [at, signed, changed.randrange(slot.span_bytes), 1, begin, size]
         item = changed.randrange(slot.span_bytes // dtype.item_bytes)
-        byte, bit = divmod(mantissa - 1, 8)  # the highest: a change that can be told
-        return [at, signed, item * dtype.item_bytes + byte, 1 << bit, begin, size]
+        top = (item + 1) * dtype.item_bytes - 1
+        now = int(self.bits[begin + (8 * at + top) % size])
+        return [at, signed, top, _enlarging(now, dtype.torch_dtype), begin, size]
 
     def values(self, case: Case, plan: Layout) -> Values:
         """The mixed tensors of a case, as the runner computes them."""
@@ -135,6 +137,16 @@ def _points(op: Op, sweep: Sweep) -> list[Point]:
         for point in shapes_tried(op, sweep)
         for dtypes in [point.dtypes, *choices]
     ]
+
+
+def _enlarging(byte: int, dtype: torch.dtype) -> int:
+    """What to xor a number's highest byte with, so that its size is about 1, or 16 if it was 1.
+
+    A change by a part of a weight would be lost in a long sum that may have bfloat16's error.
+    """
+    values = torch.tensor([math.inf, 1.0, 16.0], dtype=dtype).view(torch.uint8).view(3, -1)[:, -1]
+    exponent, one, more = (int(each) for each in values)
+    return (byte ^ one) & exponent or (byte ^ more) & exponent
 
 
 def _bits(size: int, seed: int, device: str) -> Tensor:

@@ -3,9 +3,9 @@
 A large tensor is *mixed* on the device from a pool that was sent once: random bits for a tensor
 that may hold any, its own values for weights. It is a stretch of its part of the pool that wraps
 around the end, with each 64-bit word xored with one mask, which for weights has bits of mantissas
-alone. One bit is flipped if the set is a near copy of another. So each set has different values in
-every word, and 0.3 GB need not be sent for each. The part is as large as the tensor, so the values
-still have to be read from memory.
+alone. If the set is a near copy of another, one bit is flipped, or a weight's exponent. So each set
+has different values in every word, and 0.3 GB need not be sent for each. The part is as large as
+the tensor, so the values still have to be read from memory.
 
 A *digest* replaces bytes that need not be returned. Its key is sent after the calls. 32-bit words
 are multiplied by random 64-bit keys and summed modulo 2^64, row by row and then over the halves of

@@ -45,7 +45,7 @@ def problem_files(path: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return read_source(path)
+        return read_source(path).removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -92,14 +92,17 @@ def import_problems(
 
     columns = [_column(name) for name in options.precisions]
     result = Problems()
+    names = [path.name for path in paths]
     for done, path in enumerate(paths):
+        # levels may have files of one name
+        label = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         if on_progress:
             on_progress(f"trace ({path.stem})", done, len(paths))
         known = set(result.files)
         try:
             _one(path, columns, options, result)
         except Refused as reason:
-            result.refused[path.name] = str(reason)
+            result.refused[label] = str(reason)
         if keep:
             keep({name: data for name, data in result.files.items() if name not in known})
     said = {column.said for column in columns}

@@ -16,7 +16,10 @@ from patcher.integrate.kernelbench.written import Body
 RECORD = "problem.json"
 OWN = ("normal", "signed")
 PLANTED = ("nan", "inf")
-"""Regimes of a module with a convolution, besides `OWN`."""
+"""Regimes of a module with one of `LOOSE`, besides `OWN`."""
+LOOSE = ("conv", "group_norm", "batch_norm", "instance_norm")
+"""Operators for which libraries differ in what a weight that is no number gives: padding may be
+multiplied by it, and a norm may fold mean and gain into one factor and one shift."""
 
 
 class ProblemRecord(Record):
@@ -66,7 +69,10 @@ def op_files(
         "tf32": precision.tf32,
         "tensors": _rows(op.tensors),
         "written": _writes(contract),
-        "regimes": (*OWN, *(PLANTED if any("conv" in each for each in body.lines) else ())),
+        "regimes": (
+            *OWN,
+            *(PLANTED if any(word in each for each in body.lines for word in LOOSE) else ()),
+        ),
     }
     record = ProblemRecord(
         op=contract.name,
@@ -159,8 +165,9 @@ INPUTS = '''"""Seeded inputs of {title}, and weights that no kernel can guess.
 
 `normal` has the distributions that the problem's file draws from; a weight that is one number in
 the file (a norm's gain of 1) varies around it. `signed` has standard normal inputs, since many
-files draw from 0 to 1 only. The judge's own regimes come on top. A module with a convolution has
-`nan` and `inf` in its inputs alone: libraries differ in whether padding is multiplied by a weight.
+files draw from 0 to 1 only. The judge's own regimes come on top. A module with a convolution or a
+norm over groups or a batch has `nan` and `inf` in its inputs alone: libraries differ in whether
+padding is multiplied by a weight, and in whether a norm's gain multiplies the mean by itself.
 """
 
 import base64

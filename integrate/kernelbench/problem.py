@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from patcher.bench import Record, UsageError, parse_json, problem
 from patcher.bench.sandbox import plain_file, strangers_folder
@@ -28,7 +28,10 @@ TRACE_S = 300.0
 SMALLEST = 16
 """A scaled size is at least this; smaller sizes (kernel widths, groups) stay as they are."""
 _LINES = 20_000_000
+_LEVELS = 60
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+Target = Annotated[str, Field(pattern=r"^[\w.+-]{1,200}$")]
+"""A name in the module. It stands in the op's texts, which models read."""
 Size = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+\-*/() ]{1,300}$")]
 
 
@@ -37,8 +40,8 @@ class TracedTensor(Record):
 
     node: Name
     kind: Literal["input", "parameter", "buffer"]
-    name: str
-    target: str
+    name: Target
+    target: Target
     dtype: str
     shape: tuple[Size, ...]
     drawn: Literal["constant", "uniform", "normal", "integers", "table"]
@@ -92,6 +95,21 @@ class ProblemTrace(Record):
     sizes: tuple[dict[Name, int], ...]
     """Other sizes at which the module and the graph agree."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shallow(cls, document: Any) -> Any:
+        level = [document]
+        for _ in range(_LEVELS):
+            level = [
+                inside
+                for each in level
+                if isinstance(each, dict | list | tuple)
+                for inside in (each.values() if isinstance(each, dict) else each)
+            ]
+        if level:
+            raise ValueError("it is nested too deeply")
+        return document
+
 
 class Problem(Record):
     """A problem file as it is traced."""
@@ -133,7 +151,7 @@ def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
         scale: divides every top-level integer that stays at least `SMALLEST`.
         sizes: other values of top-level integers, by name; names that the file lacks are ignored.
     """
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     tree = ast.parse(text)
     changed: dict[str, str] = {}
     for statement in tree.body:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ SYMBOLIC = {
     operator.mod: "%",
     operator.pow: "**",
 }
+NAMES = re.compile(r"[\w.+-]{1,200}")
 
 
 class Graph:
@@ -45,6 +47,8 @@ class Graph:
         results = [
             spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT
         ]
+        if not nodes.keys() >= set(results):
+            raise Unfit("it returns something other than tensors")
         used = self._used([nodes[name] for name in results])
         tensors, arguments = [], []
         position = 0
@@ -100,6 +104,10 @@ class Graph:
 
     def _tensor(self, node: Any, kind: str, name: str, target: str, sample: Any) -> dict[str, Any]:
         value = node.meta["val"]
+        if not NAMES.fullmatch(target):
+            raise Unfit(f"its {kind} {target[:40]!r} has a name with other than letters, . + -")
+        if value.dtype.is_complex:
+            raise Unfit(f"{target} is {value.dtype}; an op of this import has real numbers")
         return {
             "node": node.name,
             "kind": kind,

@@ -40,6 +40,8 @@ def trace(path: str) -> dict[str, Any]:
     if len(init) == 2 and isinstance(init[0], list) and isinstance(init[1], dict):
         init, keywords = init
     module = names["Model"](*init, **keywords)
+    if len(inputs) > (most := len(inspect.signature(module.forward).parameters)):
+        raise Unfit(f"get_inputs gives {len(inputs)} values and forward names {most}")
     program = exported(module, inputs)
     found = Graph(program, module, inputs)
     return {

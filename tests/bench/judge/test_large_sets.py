@@ -234,8 +234,10 @@ def test_weights_keep_their_size_and_sign_and_twins_differ_so_that_one_can_tell(
                 continue
             twins += 1
             for at in map(tuple, changed.tolist()):
-                ratio = float(drawn[index][at] / drawn[other][at])
-                assert 1.3 < max(ratio, 1 / ratio) <= 1.51
+                now, before = float(drawn[index][at].abs()), float(drawn[other][at].abs())
+                # large even in a sum of thousands of weights with the error of bfloat16
+                assert 0.5 <= max(now, before) < 32
+                assert abs(now - before) > 0.2
     assert twins
 
 
