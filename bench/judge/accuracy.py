@@ -85,6 +85,7 @@ def explain_mismatch(
     flushed: float = FLUSHED,
     stored: Dtype | None = None,
     scaled: bool = False,
+    alike: bool = False,
 ) -> str | None:
     """None if `value` is as accurate as the accuracy baseline, else what is wrong with it.
 
@@ -94,6 +95,8 @@ def explain_mismatch(
         flushed: absolute error ignored everywhere; 0 if subnormal numbers must be kept.
         stored: the dtype that held them; None: that of `value`.
         scaled: whether they are products with block scales.
+        alike: whether sums are of terms that are alike, so that a plain sum rounds them all to one
+            side, and its error grows with their number and not with its root.
     """
     if value.numel() == 0:
         return None
@@ -123,7 +126,7 @@ def explain_mismatch(
     got, allowed = _difference(value, reference), _difference(honest, reference)
     last_place = (stored.eps * reference.abs()).clamp_min(spacing) + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
-    order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
+    order = FLOAT32_ROUNDOFF * max(math.sqrt(reduction), reduction / 8 if alike else 0.0)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
     tail = max(4 * order, FLOAT32_ROUNDOFF * reduction) * top  # worst-case error of a plain sum

@@ -315,6 +315,7 @@ def value_problem(
             reference,
             reduction,
             exact=cases[0].regime == regimes.EXACT,
+            alike=cases[0].regime in regimes.ALIKE,
             flushed=0.0 if contract.accuracy.subnormals == "kept" else FLUSHED,
             stored=stored,
             scaled=bool(contract.scales_of(name)),

@@ -21,6 +21,8 @@ from patcher.bench.ops.op import Op
 
 EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
 """Regimes that are also tried on each tensor alone, since one tensor can hide another."""
+ALIKE = {"zeros", "ones", "one_hot"}
+"""Regimes in which the terms of a sum may be alike, but for one."""
 ALL = ("large", "small")
 EXACT = "exact"
 _LARGE, _SMALL = {"float16": 16.0}, 1e-4

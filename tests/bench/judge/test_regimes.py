@@ -155,6 +155,27 @@ def test_a_plain_sum_in_float32_is_honest_and_one_in_bfloat16_is_not() -> None:
     assert explain_mismatch(narrow, values.sum(-1), reference, 512) is not None
 
 
+def test_a_plain_sum_of_terms_that_are_alike_is_honest_and_one_in_bfloat16_is_not() -> None:
+    """A softmax of one hot number: 4,096 times exp(-1), all rounded to one side."""
+    columns = 4097
+    hot = torch.zeros(2, columns)
+    hot[0, 7] = hot[1, 4000] = 1.0
+    reference = hot.double().softmax(-1)
+    terms = (hot - 1).exp()
+    plain, narrow = torch.zeros(2, 1), torch.zeros(2, 1)
+    for column in range(columns):
+        plain += terms[:, column : column + 1]
+        narrow += terms[:, column : column + 1].bfloat16()
+    honest = hot.softmax(-1)
+
+    def problem(total: torch.Tensor, alike: bool) -> str | None:
+        return explain_mismatch(terms / total, honest, reference, columns, alike=alike)
+
+    assert problem(plain, alike=True) is None
+    assert problem(plain, alike=False) is not None
+    assert problem(narrow, alike=True) is not None
+
+
 def test_an_error_in_one_corner_is_seen_where_the_whole_hides_it() -> None:
     generator = torch.Generator().manual_seed(1)
     reference = torch.randn(64, 1024, generator=generator, dtype=torch.float64)
