@@ -43,6 +43,9 @@ NEAR = 2**-5
 REGIONS = 8
 FEWEST_IN_REGION = 64
 """Elements that dominate a region's error; with fewer, its root mean square is too uncertain."""
+FEWEST_IN_TAIL = 8
+"""Elements that dominate the whole error; with fewer, as where large numbers cancel, the 99.9th
+percentile is uncertain, and the largest error counts."""
 
 
 def rmse_factor(elements: float) -> float:
@@ -131,10 +134,12 @@ def explain_mismatch(
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
     tail = max(4 * order, FLOAT32_ROUNDOFF * reduction) * top  # worst-case error of a plain sum
     rmse = rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
+    largest = MAX_FACTOR * theirs.largest + tail
+    p999 = P999_FACTOR * theirs.p999 + tail if _carried(allowed) >= FEWEST_IN_TAIL else largest
     limits = (
         ("rmse", ours.rmse, rmse),
-        ("99.9th percentile of the error", ours.p999, P999_FACTOR * theirs.p999 + tail),
-        ("largest error", ours.largest, MAX_FACTOR * theirs.largest + tail),
+        ("99.9th percentile of the error", ours.p999, p999),
+        ("largest error", ours.largest, largest),
     )
     for what, found, limit in limits:
         if not found <= limit:
@@ -144,6 +149,13 @@ def explain_mismatch(
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
     return _by_region(got.square_(), allowed.square_(), squares, order, flushed)
+
+
+def _carried(difference: Tensor) -> float:
+    """How many elements dominate the mean square of an error: all if it is zero."""
+    squares = difference.square()
+    power = float(squares.square().sum())
+    return float(squares.sum()) ** 2 / power if power else float(difference.numel())
 
 
 def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import secrets
 import select
@@ -102,9 +103,9 @@ class Runner:
         """Random pool that the runner was given last."""
         self._buffer = b""
         self._status: int | None = None
-        # on a CPU the second one holds the sets, which are not sent
-        room = SETS_CAPACITY if zygote.device == "cpu" else CAPACITY
-        self._files = [memory_file("inputs"), memory_file("outputs", room)]
+        # on a CPU the second one holds the sets, and nothing is sent by the first
+        room = (mmap.PAGESIZE, SETS_CAPACITY) if zygote.device == "cpu" else (CAPACITY, CAPACITY)
+        self._files = [memory_file("inputs", room[0]), memory_file("outputs", room[1])]
         # opened before any foreign code, which can put another file, a link or a pipe in its place
         made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(self.folder / "log", made, 0o600)
