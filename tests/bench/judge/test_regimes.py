@@ -176,6 +176,20 @@ def test_a_plain_sum_of_terms_that_are_alike_is_honest_and_one_in_bfloat16_is_no
     assert problem(narrow, alike=True) is not None
 
 
+def test_where_few_numbers_hold_the_error_its_tail_is_the_largest() -> None:
+    """As where large numbers cancel: another order of a sum puts the error at other elements."""
+    reference = torch.ones(64, 64, dtype=torch.float64)
+    one, other = reference.float(), reference.float()
+    one[0, 0] += 4e-3
+    other.view(-1)[:5000:900] += 1.5e-3
+    assert explain_mismatch(other, one, reference, 64) is None
+    many = one + 1e-5 * torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    many[0, 0] = 1.0
+    assert explain_mismatch(other, many, reference, 64) is not None
+    other[3, 3] += 1e-2
+    assert explain_mismatch(other, one, reference, 64) is not None
+
+
 def test_an_error_in_one_corner_is_seen_where_the_whole_hides_it() -> None:
     generator = torch.Generator().manual_seed(1)
     reference = torch.randn(64, 1024, generator=generator, dtype=torch.float64)
