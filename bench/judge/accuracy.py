@@ -135,7 +135,9 @@ def explain_mismatch(
     tail = max(4 * order, FLOAT32_ROUNDOFF * reduction) * top  # worst-case error of a plain sum
     rmse = rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
     largest = MAX_FACTOR * theirs.largest + tail
-    p999 = P999_FACTOR * theirs.p999 + tail if _carried(allowed) >= FEWEST_IN_TAIL else largest
+    errors = allowed.square()
+    carried = _carried(float(errors.sum()), float(errors.square().sum()))
+    p999 = P999_FACTOR * theirs.p999 + tail if carried >= FEWEST_IN_TAIL else largest
     limits = (
         ("rmse", ours.rmse, rmse),
         ("99.9th percentile of the error", ours.p999, p999),
@@ -148,14 +150,12 @@ def explain_mismatch(
                 f"{what} {found:.3g}, at most {limit:.3g} allowed "
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
-    return _by_region(got.square_(), allowed.square_(), squares, order, flushed)
+    return _by_region(got.square_(), errors, squares, order, flushed)
 
 
-def _carried(difference: Tensor) -> float:
-    """How many elements dominate the mean square of an error: all if it is zero."""
-    squares = difference.square()
-    power = float(squares.square().sum())
-    return float(squares.sum()) ** 2 / power if power else float(difference.numel())
+def _carried(squares: float, fourth: float) -> float:
+    """How many elements dominate an error, by the sums of its squares and of their squares."""
+    return squares * squares / fourth if fourth else 0.0
 
 
 def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:
@@ -184,7 +184,7 @@ def _by_region(
         chunks = zip(*(torch.split(each, step) for each in sums), strict=True)
         for index, (mine, total, values, fourth) in enumerate(chunks):
             error, power = float(total.sum()), float(fourth.sum())
-            carried = error * error / power if power else 0.0
+            carried = _carried(error, power)
             if carried < FEWEST_IN_REGION:
                 continue
             count = got.numel() // size * len(mine)

@@ -95,8 +95,9 @@ class Runner:
         """The CPUs to which the process was pinned; None: no pinning."""
         self.reply_s = 0.0
         """Seconds that the last reply took."""
-        self.main, self._watched = 0, 0.0
+        self.main = 0
         """Process id of the runner inside what confines it."""
+        self._watched = 0.0
         self._stopped: set[int] = set()
         """Ids of its processes while they are stopped."""
         self.lent: object = None
