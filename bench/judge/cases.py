@@ -188,14 +188,13 @@ def _holding(op: Op, name: str, points: Sequence[Point], sweep: Sweep) -> Sequen
 
 
 def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
-    """Every point at which a candidate may be called."""
-    choices = op.contract.dtype_choices()
-    hidden = [
-        Point(axes=shape.axes, dtypes=dtypes)
-        for shape in op.contract.hidden
-        for dtypes in [sweep.dtypes, *choices]
-    ]
-    return [*sweep.points(), *hidden]
+    """The swept and hidden shapes, in the sweep's dtypes and each other pairing that the op takes:
+    no tensor of a candidate's calls is larger than there."""
+    hidden = (Point(axes=shape.axes, dtypes=sweep.dtypes) for shape in op.contract.hidden)
+    shapes = [point.axes for point in (*sweep.points(), *hidden)]
+    others = [each for each in op.contract.dtype_choices() if each != sweep.dtypes]
+    pairings = [sweep.dtypes, *others]
+    return [Point(axes=axes, dtypes=dtypes) for axes in shapes for dtypes in pairings]
 
 
 def tensors_of(

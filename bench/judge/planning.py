@@ -68,16 +68,18 @@ def require_fits(op: Op, sweep: Sweep, device: str) -> None:
     for point in shapes_tried(op, sweep):
         plan = tensors_of(op, point)
         once = tensors_of(op, point, usual=False).sent_bytes  # to see it right in every regime
-        if max(FEWEST_LARGE * plan.sent_bytes, once) > CAPACITY:
-            calls = 1 if once > CAPACITY else FEWEST_LARGE
+        timed = point.dtypes == sweep.dtypes
+        if max(FEWEST_LARGE * plan.sent_bytes if timed else 0, once) > CAPACITY:
+            calls = "1 call" if once > CAPACITY else f"{FEWEST_LARGE} calls"
+            each = once if once > CAPACITY else plan.sent_bytes
             raise UsageError(
                 f"{op.name} at {point.label()} is too large to be judged: "
-                f"{(once if calls == 1 else plan.sent_bytes) / 2**30:.2f} GiB go to each call, and "
-                f"the judge sends {CAPACITY / 2**30:g} GiB for {calls} calls",
+                f"{each / 2**30:.2f} GiB go to each call, and the judge sends "
+                f"{CAPACITY / 2**30:g} GiB for {calls}",
                 "choose a sweep with smaller sizes; or, if a large read-only tensor may hold any "
                 'bits, set its values = "bits" in op.toml, so that it is not sent',
             )
-        if device == "cuda":
+        if device == "cuda" and timed:
             _require_memory(op, point, plan)
 
 

@@ -41,7 +41,7 @@ class RandomPool:
     def __init__(self, op: Op, sweep: Sweep, device: str, draw: Secrets) -> None:
         self._anything = {each.name for each in op.contract.tensors if each.values == "bits"}
         parts: dict[str, tuple[Slot, Point]] = {}
-        for point in _points(op, sweep):
+        for point in shapes_tried(op, sweep):
             for slot in mixed(tensors_of(op, point)):
                 part = self._part(slot)
                 if part not in parts or slot.span_bytes > parts[part][0].span_bytes:
@@ -127,16 +127,6 @@ class RandomPool:
             runner.send(piece)
             runner.command("stock", whole=self.size, at=at, size=len(piece))
         runner.lent = self
-
-
-def _points(op: Op, sweep: Sweep) -> list[Point]:
-    """The points of a candidate that are known beforehand, with each pairing of dtypes."""
-    choices = op.contract.dtype_choices()
-    return [
-        Point(axes=point.axes, dtypes=dtypes)
-        for point in shapes_tried(op, sweep)
-        for dtypes in [point.dtypes, *choices]
-    ]
 
 
 def _enlarging(byte: int, dtype: torch.dtype) -> int:

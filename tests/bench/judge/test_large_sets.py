@@ -156,6 +156,22 @@ def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
         judge.evaluate(candidate, lambda *_: None)
 
 
+def test_a_call_in_a_wider_dtype_that_does_not_fit_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norm = bench.load_op("fused_add_rms_norm")
+    sweep = norm.sweep("cuda")  # in bfloat16; the op takes float32, too
+    sent = [
+        tensors_of(norm, point, usual=False).sent_bytes for point in cases.shapes_tried(norm, sweep)
+    ]
+    monkeypatch.setattr(planning, "CAPACITY", max(sent))
+    monkeypatch.setattr(planning, "FEWEST_LARGE", 1)
+    planning.require_fits(norm, sweep, "cpu")
+    monkeypatch.setattr(planning, "CAPACITY", max(sent) - 1)
+    with pytest.raises(bench.UsageError, match=r"float32 is too large to be judged.*for 1 call$"):
+        planning.require_fits(norm, sweep, "cpu")
+
+
 def test_the_sets_of_a_block_differ_in_every_word_and_some_in_one_bit(small_is_large: None) -> None:
     draw = Secrets(3)
     bits = RandomPool(OP, OP.sweep("cpu"), "cpu", draw)
