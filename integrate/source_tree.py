@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 from packaging.version import Version
 
 from patcher.bench import MissingError
+from patcher.integrate.engine import installed_version
 from patcher.integrate.source_parts import ABSENT, Part, read_part
 
 
@@ -52,8 +53,8 @@ class SourceTree:
         """
         for found in importlib.metadata.distributions(name=self.package, path=[str(self.folder)]):
             return Version(found.version).public
-        if self._is_installed():  # from a checkout, whose metadata lies elsewhere
-            return Version(importlib.metadata.version(self.package)).public
+        if self._is_installed():  # a checkout's metadata lies elsewhere
+            return Version(installed_version(self.package)).public
         raise MissingError(
             f"{self.folder} holds no {self.package}-*.dist-info",
             f"unpack the whole wheel of {self.title} there",

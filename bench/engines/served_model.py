@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.bench.engines.architecture import full_config
+from patcher.bench.engines.architecture import full_config, longest_context
 from patcher.bench.errors import UsageError
 from patcher.bench.toolchains import cache_root
 from patcher.bench.workload import Shape, Workload, named_model, weights_id
@@ -50,11 +50,13 @@ def longest(workload: Workload, room: Sequence[Shape]) -> int:
     """Longest sequence in tokens, rounded up.
 
     The number is part of the hash of compiled code, so that rounding lets windows of different
-    lengths share it.
+    lengths share it. It is no more than the model takes, unless the traffic itself is. Raises as
+    `published_config`.
     """
-    context = max(workload.input_len, *(shape.context for shape in room), 1)
-    needed = context + workload.output_len + SPARE_TOKENS
-    return -(-needed // LENGTH_STEP) * LENGTH_STEP
+    needed = max(workload.input_len, *(shape.context for shape in room), 1) + workload.output_len
+    rounded = -(-(needed + SPARE_TOKENS) // LENGTH_STEP) * LENGTH_STEP
+    most = longest_context(workload.model)
+    return rounded if most is None else min(rounded, max(most, needed))
 
 
 def _model_folder(config: str) -> Path:

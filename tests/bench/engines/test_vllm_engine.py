@@ -28,6 +28,7 @@ from patcher.ab.arm import ArmServer, delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
+from patcher.bench.engines.served_model import longest
 from patcher.bench.engines.vllm import VllmEngine
 from patcher.bench.engines.vllm_weights import RANDOM_WEIGHTS, refuse_dummy
 from patcher.integrate import Receipt, worker_receipts
@@ -64,13 +65,16 @@ class AsyncEngine:
         self.budget = budget
         self.requests: dict[str, dict[str, Any]] = {}
         self.queue: deque[list[tuple[str, int]]] = deque()
-        worker = SimpleNamespace(model_runner=self, is_driver_worker=True)
+        worker = SimpleNamespace(
+            model_runner=self, is_driver_worker=True, device=torch.device("cuda")
+        )
         self.workers = [worker]
         self.model_executor = SimpleNamespace(driver_worker=worker)
         self.model, self.kv_caches = Model(), [torch.zeros(4)]
         self.input_batch = SimpleNamespace(req_ids=[])
         self.discard_request_mask = SimpleNamespace(np=np.zeros(8, dtype=bool))
         self.most = 0
+        self.longest = 1000
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> str:
         assert params.ignore_eos
@@ -94,7 +98,11 @@ class AsyncEngine:
                 return []
         batch = self.queue.pop()
         return [
-            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[token])])
+            SimpleNamespace(
+                request_id=name,
+                outputs=[SimpleNamespace(token_ids=[token])],
+                finished=len(self.requests[name]["tokens"]) >= self.longest,
+            )
             for name, token in batch
             if name in self.requests
         ]
@@ -154,6 +162,12 @@ class AsyncEngineV2(AsyncEngine):
         return SimpleNamespace(sampled_token_ids=picked), sampled, 0 * sampled
 
 
+def serves_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(device_type=device)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+
+
 @pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
 def budget(request: pytest.FixtureRequest) -> int:
     found: int = request.param
@@ -188,7 +202,7 @@ def engine(
     vllm.LLM = llm
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    serves_on("cuda", monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     made = open_measurable(WORKLOAD, {"enforce_eager": True}, 0.42)
@@ -225,6 +239,19 @@ def test_a_window_leaves_room_for_the_next(engine: VllmEngine) -> None:
     assert inner.most == 3
 
 
+def test_a_sequence_that_vllm_ended_is_an_error_and_not_waited_for(engine: VllmEngine) -> None:
+    inner: Any = engine._engine
+    inner.longest = 9
+    decoding = engine.prefill(engine.prompts(1))
+    engine.decode(decoding, 2)
+    with pytest.raises(bench.UsageError, match="takes no longer sequences") as caught:
+        engine.decode(decoding, 5)
+    assert "--output-len" in str(caught.value.hint)
+    engine.release(decoding)
+    inner.longest = 1000
+    assert engine.generate(engine.prompts(1), 12).tokens.shape == (3, 13)
+
+
 def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
     engine.generate(engine.prompts(9), 2)
     prompts = engine.prompts(2)
@@ -245,7 +272,9 @@ def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
 
 def test_logits_come_from_the_first_rank_of_several(engine: VllmEngine) -> None:
     inner: Any = engine._engine
-    other = SimpleNamespace(model_runner=type(inner)(), is_driver_worker=False)
+    other = SimpleNamespace(
+        model_runner=type(inner)(), is_driver_worker=False, device=torch.device("cuda")
+    )
     inner.workers.append(other)
     inner.model_executor = SimpleNamespace()  # workers are processes of their own
     forced = torch.tensor([[4, 9], [0, 2], [5, 6]])
@@ -318,6 +347,33 @@ def test_there_is_room_for_other_traffic() -> None:
     assert far["max_model_len"] >= 8192 + WORKLOAD.output_len + driver.SPARE_TOKENS
     less = driver._arguments(WORKLOAD, (Shape(batch=1, context=1),))
     assert less == plain
+
+
+def test_a_model_is_asked_for_no_longer_sequences_than_it_takes(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    small = WORKLOAD.model_copy(update={"model": str(tmp_path)})
+    for stated, most in (({"max_position_embeddings": 512}, 512), ({}, 3072)):
+        config.write_text(json.dumps(stated))
+        assert longest(small, ()) == most
+    config.write_text(json.dumps({"max_position_embeddings": 512}))
+    assert longest(small, [Shape(batch=1, context=600)]) == 612  # for the engine to refuse
+
+
+@pytest.mark.parametrize(
+    ("build", "asked", "said"),
+    [
+        ("cpu", "cuda", "this build of vLLM is for a CPU"),
+        ("cuda", "cpu", "this build of vLLM needs a GPU"),
+        ("", "cpu", "this build of vLLM needs a GPU"),  # no platform was found
+    ],
+)
+def test_a_build_for_another_device_is_named(
+    build: str, asked: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    serves_on(build, monkeypatch)
+    with pytest.raises(bench.MissingError, match=said):
+        open_measurable(WORKLOAD.model_copy(update={"device": asked}), {}, None)
 
 
 def test_a_planted_delay_is_on_the_device_before_each_forward(
