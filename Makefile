@@ -5,7 +5,7 @@ PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
 DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test test-all engines features models check lint types docs bench clean
+.PHONY: help setup demo test test-all engines vllm-cpu features models check lint types docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -30,6 +30,9 @@ test-all: $(STAMP) ## run every test
 engines: $(STAMP) ## patch points of vLLM and SGLang against each version: no GPU, about 90 s each
 	@$(PY) tests/support/vllm_trees.py
 	@PYTHONPATH=tests/support $(PY) tests/support/sglang_trees.py
+
+vllm-cpu: $(STAMP) ## what people switch on in the whole vLLM, by its build for a CPU: no GPU, 30 minutes
+	@PYTHONPATH=tests/support $(PY) tests/support/vllm_cpu.py
 
 features: $(STAMP) ## docs/reference/features.md, from runs against each version: no GPU, some minutes
 	@PYTHONPATH=tests/support $(PY) -m pytest -q -p feature_matrix -m feature tests/integrate

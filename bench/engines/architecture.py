@@ -18,6 +18,16 @@ from patcher.bench.presets import Preset, presets
 CPU_PARAMETERS = 1_000_000_000
 """Parameters beyond which a model takes a CPU minutes."""
 
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
+"""What config.json calls the most positions of a sequence, as vLLM reads it: the least counts."""
+
 
 def causal_model(preset: Preset) -> str:
     """The name of its class, as config.json has it: `GptOssForCausalLM`.
@@ -96,8 +106,8 @@ def longest_context(model: str) -> int | None:
     `published_config`."""
     config = published_config(model)
     text = config.get("text_config") or config
-    longest = text.get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
+    stated = [text[name] for name in LENGTHS if isinstance(text.get(name), int)]
+    return min(stated, default=None)
 
 
 def _class_of(config: dict[str, Any]) -> dict[str, Any]:

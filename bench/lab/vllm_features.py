@@ -1,5 +1,5 @@
 """What people switch on in vLLM, stock and patched: `python -m patcher.bench.lab.vllm_features OUT
-BUNDLE...`, on a GPU host.
+BUNDLE...`, on a GPU host; or on a CPU, with vLLM's build for it and `--model` for a small model.
 
 Each feature is served by two layers of a model with random weights in three processes: stock,
 patched, and stock without compilation or graphs as the reference. Logits over the same tokens are
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from patcher.bench.engines.architecture import full_config
 from patcher.bench.lab.logged import run_logged
 from patcher.bench.lab.lora_adapter import RANK, give_adapters
 from patcher.bench.lab.mxfp4_checkpoint import write_checkpoint
+from patcher.bench.workload import pick_device
 from patcher.integrate import (
     Patch,
     await_engine,
@@ -42,6 +42,7 @@ from patcher.integrate import (
 
 MODEL, DENSE, LAYERS, STEPS = "gpt-oss-20b", "qwen3-8b", 2, 24
 ARMS = ("stock", "patched", "reference")
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 MEMORY_SHARE = 0.75
 """Of the GPU's memory, for all processes at a time."""
 KV_CACHE_BYTES = 1 << 30
@@ -141,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", help="a feature; may be repeated; else all for these GPUs"
     )
+    parser.add_argument("--model", help="a preset or folder in place of the features' own models")
     parser.add_argument("--jobs", type=int, default=3, help="processes at a time")
     parser.add_argument(
         "--engine-arg", action="append", default=[], metavar="NAME=VALUE", help="for all processes"
@@ -150,17 +152,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = given.out.resolve()
     if given.process:
         name, arm = given.process
-        run(out, name, arm, MEMORY_SHARE / given.jobs, dict(map(argument, given.engine_arg)))
+        more = dict(map(argument, given.engine_arg))
+        run(out, name, arm, given.model, MEMORY_SHARE / given.jobs, more)
         return 0
-    here = [name for name, one in FEATURES.items() if one.gpus <= torch.cuda.device_count()]
+    gpus = max(torch.cuda.device_count(), 1)
+    here = [name for name, one in FEATURES.items() if one.gpus <= gpus]
     names = given.only or here
     if unknown := [name for name in names if name not in FEATURES]:
         parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
-    for model, on_disk in {(FEATURES[name].model, FEATURES[name].checkpoint) for name in names}:
-        write_model(folder_of(out, model, on_disk), model, on_disk)
+    for one in map(FEATURES.__getitem__, names):
+        model = given.model or one.model
+        write_model(folder_of(out, model, one.checkpoint), model, one.checkpoint)
+    options = ["--jobs", str(given.jobs), *(f"--engine-arg={each}" for each in given.engine_arg)]
+    options += ["--model", given.model] if given.model else []
     with ExitStack() as kept:
         patches = [Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles]
-        return compare(out, names, patches, given.jobs, given.engine_arg)
+        return compare(out, names, patches, given.jobs, options)
 
 
 def compare(
@@ -168,15 +175,15 @@ def compare(
     names: Sequence[str],
     patches: Sequence[Patch],
     jobs: int,
-    arguments: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> int:
-    """Run all processes that have not run, and tell the outcomes; 1 if one is wrong."""
+    """Run all processes that have not run, with these options, and tell the outcomes; 1 if one is
+    wrong."""
     # the tokens that all arms are forced to are stock's, which has to run first
     offered = [name for name in names if FEATURES[name].offered()]
     with ThreadPoolExecutor(jobs) as pool:
         for arms in (ARMS[:1], ARMS[1:]) if offered else ():
-            begin = partial(start, out, patches=patches, jobs=jobs, arguments=arguments)
-            list(pool.map(begin, *zip(*product(offered, arms), strict=True)))
+            list(pool.map(lambda one: start(out, *one, patches, options), product(offered, arms)))
     cells = {name: cell(out, name, patches) for name in names}
     (out / "features.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     for name, found in cells.items():
@@ -193,24 +200,17 @@ def write_model(folder: Path, model: str, on_disk: bool) -> None:
     config |= {"num_hidden_layers": LAYERS, "layer_types": kinds and kinds[:LAYERS]}
     folder.mkdir(parents=True, exist_ok=True)
     if not on_disk:
-        text = json.dumps({**config, "torch_dtype": "bfloat16"})
+        text = json.dumps({**config, "torch_dtype": DTYPES[pick_device(None)]})
         (folder / "config.json").write_text(text, encoding="utf-8")
     elif not (folder / "config.json").exists():
         write_checkpoint(folder, config)
 
 
 def folder_of(out: Path, model: str, on_disk: bool) -> Path:
-    return out / ("checkpoint" if on_disk else "model") / model
+    return out / ("checkpoint" if on_disk else "model") / Path(model).name
 
 
-def start(
-    out: Path,
-    name: str,
-    arm: str,
-    patches: Sequence[Patch],
-    jobs: int,
-    arguments: Sequence[str] = (),
-) -> None:
+def start(out: Path, name: str, arm: str, patches: Sequence[Patch], options: Sequence[str]) -> None:
     """Run one process, unless it has run; its log has what went wrong."""
     folder = place(out, name, arm)
     if (folder / "result.pt").exists():
@@ -220,22 +220,24 @@ def start(
     variables = patch_environment(enabled, folder / "home", folder / "receipts")
     # a patch that a feature leaves idle is an outcome here, not an error
     variables |= {"PATCHER_STRICT": "0", **FEATURES[name].variables}
-    command = [sys.executable, "-P", "-m", __spec__.name, str(out), "--jobs", str(jobs)]
-    command += ["--process", name, arm, *(f"--engine-arg={each}" for each in arguments)]
+    command = [sys.executable, "-P", "-m", __spec__.name, str(out), "--process", name, arm]
+    command += options
     run_logged(command, variables, folder / "log", TIMEOUT_S)
 
 
-def run(out: Path, name: str, arm: str, share: float, more: dict[str, Any]) -> None:
+def run(
+    out: Path, name: str, arm: str, model: str | None, share: float, more: dict[str, Any]
+) -> None:
     """Serve a feature in this process, and save what is compared."""
     from patcher.bench.engines.vllm import VllmEngine
 
-    feature = FEATURES[name]
+    feature, device = FEATURES[name], pick_device(None)
     workload = Workload(
-        model=str(folder_of(out, feature.model, feature.checkpoint)),
+        model=str(folder_of(out, model or feature.model, feature.checkpoint)),
         weights="local" if feature.checkpoint else "random",
         engine="vllm",
-        device="cuda",
-        dtype="bfloat16",
+        device=device,
+        dtype=DTYPES[device],
         batch=8,
         input_len=160,
         output_len=STEPS,
@@ -338,8 +340,8 @@ def place(out: Path, name: str, arm: str) -> Path:
 
 def end(out: Path, name: str, arm: str) -> str:
     log = place(out, name, arm) / "log"
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][-300:] if lines else "it said nothing"
+    said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+    return said.splitlines()[-1][-300:] if said else "it said nothing"
 
 
 if __name__ == "__main__":

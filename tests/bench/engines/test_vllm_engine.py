@@ -352,7 +352,12 @@ def test_there_is_room_for_other_traffic() -> None:
 def test_a_model_is_asked_for_no_longer_sequences_than_it_takes(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     small = WORKLOAD.model_copy(update={"model": str(tmp_path)})
-    for stated, most in (({"max_position_embeddings": 512}, 512), ({}, 3072)):
+    for stated, most in (
+        ({"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": 4096, "model_max_length": 600}, 600),
+        ({"n_positions": 1024}, 1024),
+        ({}, 3072),
+    ):
         config.write_text(json.dumps(stated))
         assert longest(small, ()) == most
     config.write_text(json.dumps({"max_position_embeddings": 512}))
