@@ -18,6 +18,7 @@ from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
+from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
 from patcher.integrate.vllm.roles.mla_decode import MlaDecode
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
@@ -50,6 +51,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GeluTanhAndMul,
         TopKRouter,
         GatedDelta,
+        Mamba2Decode,
         GreedySampler,
         AddNormRoute,
         QkNormRope,

@@ -186,6 +186,7 @@ PLACES = {
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"
         "fused_recurrent_gated_delta_rule_packed_decode"
     ],
+    "mamba2_decode": ["vllm.model_executor.layers.mamba.mamba_mixer2:selective_state_update"],
     "sampler.greedy": [
         "vllm.v1.sample.sampler:Sampler.greedy_sample",
         f"{_V2_SAMPLER}:Sampler.sample",
