@@ -170,6 +170,12 @@ def rounds_states_at_random() -> bool:
     return config is not None and bool(config.mamba_config.enable_stochastic_rounding)
 
 
+def uses_runner_v2() -> bool:
+    """Whether the engine of the current configuration has model runner V2."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return config is not None and bool(config.use_v2_model_runner)
+
+
 def must_allow_another(kernel: str) -> None:
     """Refuse an engine that must compute the same whatever is in a batch.
 

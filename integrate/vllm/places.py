@@ -59,6 +59,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "router.oai": RoleLayers((_MOE,), _MXFP4),
     "router.topk": RoleLayers((_MOE,)),
     "sampler.greedy": RoleLayers(("LogitsProcessor",)),
+    "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",)),
 }
 """By the name of the patch point."""
 

@@ -25,6 +25,7 @@ from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
+from patcher.integrate.vllm.roles.top_k_top_p import TopKTopPSampler
 from patcher.integrate.vllm.roles.topk import TopKRouter
 
 POINTS: dict[str, type[VllmPoint]] = {
@@ -53,6 +54,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GatedDelta,
         Mamba2Decode,
         GreedySampler,
+        TopKTopPSampler,
         AddNormRoute,
         QkNormRope,
     )

@@ -192,6 +192,7 @@ PLACES = {
         f"{_V2_SAMPLER}:Sampler.sample",
         f"{_V2_SAMPLER}:gumbel_sample",
     ],
+    "sampler.top_k_top_p": ["vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__call__"],
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
     "linear_fp8": [
