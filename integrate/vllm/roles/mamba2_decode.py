@@ -1,4 +1,4 @@
-"""One decode step of Mamba2's state: Granite 4 hybrids, Nemotron-H, Bamba, Falcon-H1, Zamba2.
+"""One decode step of Mamba2's state: Granite 4 hybrids, Nemotron-H, Falcon-H1, Zamba2, Mamba2.
 
 `MambaMixer2` calls one function for a step's requests in decode, inside the operator
 `vllm::mamba_mixer2`, which compilers do not decompose. Prefill runs other functions, and never
