@@ -118,10 +118,10 @@ def _unlike(how: Mapping[str, Any], padding: int) -> str | None:
     slots = how.get("state_batch_indices")
     if how.get("num_accepted_tokens") is not None or how.get("cu_seqlens") is not None:
         return SPECULATION
-    if slots is None or how.get("null_block_id", padding) != 0:
-        return "other slots"
     if how.get("dst_state_batch_indices") is not slots:
         return MOVED
+    if slots is None or how.get("null_block_id", padding) != 0:
+        return "other slots"
     if slots.dim() > 1 and slots.shape[1] != 1:
         return SPECULATION
     if how.get("z") is not None or not how.get("dt_softplus"):
