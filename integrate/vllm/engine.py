@@ -164,6 +164,18 @@ def batch_invariant() -> bool:
     return bool(sources.module("vllm.envs").VLLM_BATCH_INVARIANT)
 
 
+def rounds_states_at_random() -> bool:
+    """Whether the current configuration rounds Mamba's states to float16 at random."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return config is not None and bool(config.mamba_config.enable_stochastic_rounding)
+
+
+def uses_runner_v2() -> bool:
+    """Whether the engine of the current configuration has model runner V2."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return config is not None and bool(config.use_v2_model_runner)
+
+
 def must_allow_another(kernel: str) -> None:
     """Refuse an engine that must compute the same whatever is in a batch.
 

@@ -50,6 +50,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "linear": RoleLayers((_LINEAR,)),
     "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
     "lm_head": RoleLayers(("ParallelLMHead",)),
+    "mamba2_decode": RoleLayers(("MambaMixer2",)),
     "mla_decode": RoleLayers(("MLAAttention|MultiHeadLatentAttentionWrapper",)),
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
@@ -58,6 +59,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "router.oai": RoleLayers((_MOE,), _MXFP4),
     "router.topk": RoleLayers((_MOE,)),
     "sampler.greedy": RoleLayers(("LogitsProcessor",)),
+    "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",)),
 }
 """By the name of the patch point."""
 

@@ -18,12 +18,14 @@ from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
+from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
 from patcher.integrate.vllm.roles.mla_decode import MlaDecode
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
+from patcher.integrate.vllm.roles.top_k_top_p import TopKTopPSampler
 from patcher.integrate.vllm.roles.topk import TopKRouter
 
 POINTS: dict[str, type[VllmPoint]] = {
@@ -50,7 +52,9 @@ POINTS: dict[str, type[VllmPoint]] = {
         GeluTanhAndMul,
         TopKRouter,
         GatedDelta,
+        Mamba2Decode,
         GreedySampler,
+        TopKTopPSampler,
         AddNormRoute,
         QkNormRope,
     )

@@ -21,6 +21,8 @@ FAMILIES: Mapping[str, str] = {
     "Gemma 3": "Gemma3ForCausalLM",
     "Phi 3": "Phi3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "Granite 4 hybrid": "GraniteMoeHybridForCausalLM",
+    "Nemotron-H": "NemotronHForCausalLM",
     "GLM 4.5": "Glm4MoeForCausalLM",
     "DeepSeek V3": "DeepseekV3ForCausalLM",
     "DeepSeek V3.2": "DeepseekV32ForCausalLM",

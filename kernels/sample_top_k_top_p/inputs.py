@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REGIMES = ("normal", "top-k", "top-p", "edge", "free", "greedy", "masked")
+REGIMES = ("normal", "top-k", "top-p", "edge", "ties", "free", "greedy", "masked")
 """`normal` is timed: some rows have k, some p, some both."""
 MOST = 40
 """The most tokens that p keeps: the smallest of them has a mass of about 1e-4."""
@@ -43,6 +43,11 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
             k = torch.full_like(k, vocab)
         case "edge":
             pass
+        case "ties":  # as models in bfloat16 give; the first three are apart
+            logits = logits.round()
+            k = (4 + drawn(tokens) * MOST).int().clamp_max(most)
+            kept = k.masked_fill(kind < 2, vocab)
+            k = k.masked_fill(kind == 2, vocab)
         case "free":
             k, kept = torch.full_like(k, vocab), torch.full_like(kept, vocab)
         case "greedy":
@@ -64,6 +69,11 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
         noise = 1 + noise
         for place, factor in (((last + 1).clamp_max(vocab - 1), 1e-6), (last, 1e-4)):
             noise.scatter_(1, order.gather(1, place), factor * (1 + drawn(tokens, 1)))
+    if regime == "ties":  # whichever of those at the edge stay, none of them is chosen
+        edge = found.gather(1, last)
+        shared = (found == edge) & ((found > edge).any(1, keepdim=True))
+        sorted_noise = noise.gather(1, order).masked_fill(found < edge, 1e-6)
+        noise.scatter_(1, order, sorted_noise.masked_fill(shared, 1e3))
     stays = torch.arange(vocab, device=device) <= last
     best = (mass / noise.gather(1, order)).masked_fill(~stays, -1).argmax(1, keepdim=True)
     at = order.gather(1, best)

@@ -274,7 +274,7 @@ def test_a_norm_and_a_quantisation_in_turn_are_what_one_kernel_of_both_does() ->
 def test_what_sampling_decides_by_is_never_near() -> None:
     op = OPS["sample_top_k_top_p"]
     for seed, point in enumerate([*hidden(op, op.sweep("cpu").dtypes), *op.sweep("cpu").points()]):
-        for regime in op.inputs.REGIMES:
+        for regime in set(op.inputs.REGIMES) - {"ties"}:
             values = op.inputs.make(point, torch.Generator().manual_seed(seed), regime)
             rows = zip(*(values[name] for name in ("logits", "k", "p", "noise")), strict=True)
             for logits, k, p, noise in rows:
@@ -286,6 +286,27 @@ def test_what_sampling_decides_by_is_never_near() -> None:
                 assert p == 1 or (above - p).abs().min() > 1e-5
                 scores = (mass / noise[order[: len(top)]])[(above < p) | (p == 1)].sort().values
                 assert len(scores) == 1 or scores[-1] > 1.05 * scores[-2]
+
+
+def test_of_tokens_that_tie_where_sampling_cuts_any_may_stay() -> None:
+    op, tied = OPS["sample_top_k_top_p"], 0
+    for seed, point in enumerate([*hidden(op, op.sweep("cpu").dtypes), *op.sweep("cpu").points()]):
+        values = op.inputs.make(point, torch.Generator().manual_seed(seed), "ties")
+        expected = op.reference(**values)["output"].tolist()
+        rows = zip(*(values[name] for name in ("logits", "k", "p", "noise")), strict=True)
+        for (logits, k, p, noise), answer in zip(rows, expected, strict=True):
+            found, order = logits.double().sort(descending=True)
+            # as many as k, or all that reach it; of these as many as p takes, or all like the last
+            for top in (found[: int(k)], found[found >= found[int(k) - 1]]):
+                mass = top.softmax(0)
+                few = top[(mass.cumsum(0) - mass < p) | (p == 1)]
+                tied += int(len(few) < len(found) and few[-1] == found[len(few)])
+                for stays in (few, top[top >= few[-1]]):
+                    scores = stays.exp() / noise[order[: len(stays)]]
+                    best = scores.sort().values
+                    assert order[scores.argmax()] == answer
+                    assert len(best) == 1 or best[-1] > 1.05 * best[-2]
+    assert tied > 20
 
 
 ROUTE = Point(axes={"tokens": 2, "experts": 4, "top_k": 2}, dtypes={"T": "float32", "I": "int32"})

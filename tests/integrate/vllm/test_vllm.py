@@ -186,11 +186,13 @@ PLACES = {
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"
         "fused_recurrent_gated_delta_rule_packed_decode"
     ],
+    "mamba2_decode": ["vllm.model_executor.layers.mamba.mamba_mixer2:selective_state_update"],
     "sampler.greedy": [
         "vllm.v1.sample.sampler:Sampler.greedy_sample",
         f"{_V2_SAMPLER}:Sampler.sample",
         f"{_V2_SAMPLER}:gumbel_sample",
     ],
+    "sampler.top_k_top_p": ["vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__call__"],
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
     "linear_fp8": [
