@@ -54,6 +54,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
     "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear")),
+    "quantize_fp8": RoleLayers((_LINEAR,), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
     "router.topk": RoleLayers((_MOE,)),

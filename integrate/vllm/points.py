@@ -22,6 +22,7 @@ from patcher.integrate.vllm.roles.mla_decode import MlaDecode
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
+from patcher.integrate.vllm.roles.quantize_fp8 import QuantizeFp8
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
 from patcher.integrate.vllm.roles.topk import TopKRouter
@@ -53,6 +54,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GreedySampler,
         AddNormRoute,
         QkNormRope,
+        QuantizeFp8,
     )
 }
 
