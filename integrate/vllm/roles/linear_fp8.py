@@ -41,7 +41,7 @@ class LinearFp8(VllmPoint):
         super().__init__(target)
         self._left: list[Any] = []
         """Kernel objects that have the engine's matmul as their own attribute."""
-        self._by_rows: list[tuple[Any, bool, bool]] = []
+        self._by_rows: dict[Any, tuple[bool, bool]] = {}
         """Quantisers that write scales row by row now, and how they wrote them before."""
 
     def find(self) -> str:
@@ -67,6 +67,7 @@ class LinearFp8(VllmPoint):
         weight, scale = self.constants(layer).values()
         if not _is_plain(kernel, weight, scale):
             return f"a weight in another layout: {_shown(weight)}, scales {_shown(scale)}"
+        self._write_as_before(_quantising(kernel).quant_fp8)  # the trial is of vLLM's own matmul
         reason = _trial(kernel, weight, scale)
         if self._swaps and reason is not None and kernel not in self._left:
             engines = type(kernel).apply_block_scaled_mm.__wrapped__
@@ -84,7 +85,9 @@ class LinearFp8(VllmPoint):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         for place, backend in zip(_places(), BACKENDS, strict=True):
-            place.install(_replacement(place, kernel.op(backend.engines_own)))
+            replacement = _replacement(place, kernel.op(backend.engines_own))
+            replacement.point = self  # for points that ask how scales of x will be written
+            place.install(replacement)
             self._swaps.append(place)
         self.name_lost_fusions()
 
@@ -92,16 +95,19 @@ class LinearFp8(VllmPoint):
         left, self._left = self._left, []
         for kernel in left:
             vars(kernel).pop("apply_block_scaled_mm", None)
-        turned, self._by_rows = self._by_rows, []
-        for quantiser, by_columns, aligned in turned:
-            quantiser.column_major_scales, quantiser.tma_aligned_scales = by_columns, aligned
+        for quantiser in list(self._by_rows):
+            self._write_as_before(quantiser)
         super().remove()
 
     def _write_by_rows(self, quantiser: Any) -> None:
         if quantiser.column_major_scales:
-            aligned = quantiser.tma_aligned_scales
-            self._by_rows.append((quantiser, quantiser.column_major_scales, aligned))
+            before = quantiser.column_major_scales, quantiser.tma_aligned_scales
+            self._by_rows[quantiser] = before
             quantiser.column_major_scales = quantiser.tma_aligned_scales = False
+
+    def _write_as_before(self, quantiser: Any) -> None:
+        if before := self._by_rows.pop(quantiser, None):
+            quantiser.column_major_scales, quantiser.tma_aligned_scales = before
 
 
 def _places() -> list[AttributePatch]:

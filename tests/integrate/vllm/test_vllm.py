@@ -170,6 +170,7 @@ def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
 
 RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ACTIVATION = "vllm.model_executor.layers.activation"
+_QUANTISER = "vllm.model_executor.layers.quantization.input_quant_fp8"
 _FP8 = "vllm.model_executor.kernels.linear.scaled_mm"
 _V2_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 PLACES = {
@@ -223,6 +224,12 @@ PLACES = {
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward",
         "vllm.compilation.backends:split_graph",
         "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
+    ],
+    "embed_norm": ["vllm.compilation.backends:split_graph"],
+    "quantize_fp8": [f"{_QUANTISER}:QuantFP8.forward"],
+    "rms_norm_quant_fp8": [
+        f"{_QUANTISER}:QuantFP8.forward",
+        "vllm.compilation.backends:split_graph",
     ],
     "add_norm_route": [
         "vllm.compilation.backends:split_graph",
