@@ -101,33 +101,29 @@ def fuse(
 
 
 def replace_marked(
-    module: fx.GraphModule,
-    replace: Callable[[fx.Node, fx.Node], None],
-    marks: tuple[Callable[..., Any], ...] = MARKS,
+    module: fx.GraphModule, replace: Callable[[fx.Node, fx.Node], None]
 ) -> list[str]:
-    """Replace what is marked, and take out all marks.
+    """Replace marked rotations, and take out all marks.
 
     Args:
         module: Dynamo's graph, changed in place.
-        replace: takes the marks of a beginning and an end, and takes that of the end out. Raises
-            `NotFusedError`, and then leaves the graph as it was.
-        marks: of a beginning, of an end, and of what is left alone; by default of rotations.
+        replace: takes `enter` and `leave` of one, and takes `leave` out. Raises `NotFusedError`,
+            and then leaves the graph as it was.
 
     Returns:
-        A reason for each place that stays vLLM's own.
+        A reason for each rotation that stays vLLM's own.
     """
-    first, _, left = marks
     graph = module.graph
     reasons: list[str] = []
     begin: fx.Node | None = None
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in marks:
+        if node.op != "call_function" or node.target not in MARKS:
             continue
-        if node.target is left:
+        if node.target is left_alone:
             reasons.append(str(node.args[1]))
             node.replace_all_uses_with(as_node(node.args[0]))
             graph.erase_node(node)
-        elif node.target is first:
+        elif node.target is enter:
             begin = node
         elif begin is not None:
             try:
