@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +43,7 @@ from patcher.integrate import (
 
 MODEL, DENSE, LAYERS, STEPS = "gpt-oss-20b", "qwen3-8b", 2, 24
 ARMS = ("stock", "patched", "reference")
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+DTYPES: Mapping[str, Literal["bfloat16", "float32"]] = {"cuda": "bfloat16", "cpu": "float32"}
 MEMORY_SHARE = 0.75
 """Of the GPU's memory, for all processes at a time."""
 KV_CACHE_BYTES = 1 << 30
@@ -183,7 +184,8 @@ def compare(
     offered = [name for name in names if FEATURES[name].offered()]
     with ThreadPoolExecutor(jobs) as pool:
         for arms in (ARMS[:1], ARMS[1:]) if offered else ():
-            list(pool.map(lambda one: start(out, *one, patches, options), product(offered, arms)))
+            begin = partial(start, out, patches=patches, options=options)
+            list(pool.map(begin, *zip(*product(offered, arms), strict=True)))
     cells = {name: cell(out, name, patches) for name in names}
     (out / "features.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     for name, found in cells.items():
