@@ -22,6 +22,7 @@ PUBLISHED = {
     "rope_kv_update": "0.99 to 1.05x",
 }
 """Speedups of KForge (arXiv 2606.02963) over TensorRT-LLM for gpt-oss-20b, batch 1 to 128."""
+NOT_RUN = "not run"
 
 
 def read(folder: Path) -> list[tuple[str, Evaluation]]:
@@ -51,21 +52,23 @@ def read(folder: Path) -> list[tuple[str, Evaluation]]:
 def table(evaluations: Sequence[tuple[str, Evaluation]]) -> str:
     """Format one table per set of points, with one row per kernel.
 
-    A cell holds the speedup over the baseline, and below it the kernel's time in microseconds.
+    A cell holds the speedup over the baseline, and below it the kernel's time in microseconds. The
+    sanitizer has a column where it ran for a kernel.
     """
     ops = [evaluation.op for _, evaluation in evaluations]
+    sanitized = any(_sanitized(evaluation) != NOT_RUN for _, evaluation in evaluations)
     groups: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for name, evaluation in evaluations:
-        row = _row(name, evaluation, several=ops.count(evaluation.op) > 1)
+        row = _row(name, evaluation, ops.count(evaluation.op) > 1, sanitized)
         groups.setdefault(_points(evaluation), []).append(row)
-    return "\n\n".join(_group(points, rows) for points, rows in groups.items())
+    return "\n\n".join(_group(points, rows, sanitized) for points, rows in groups.items())
 
 
-def _group(points: Sequence[tuple[str, int]], rows: Sequence[str]) -> str:
+def _group(points: Sequence[tuple[str, int]], rows: Sequence[str], sanitized: bool) -> str:
     axis = points[0][0]
     columns = [f"{size:,}" for _, size in points]
     head = ["kernel", "against", *columns, "geomean", "lowest", "of light", "of launch floor"]
-    head += ["sanitizer", "KForge"]
+    head += [*(["sanitizer"] if sanitized else []), "KForge"]
     lines = [
         f"| {' | '.join(head)} |",
         f"| --- | --- |{' ---: |' * (len(head) - 2)}",
@@ -74,7 +77,7 @@ def _group(points: Sequence[tuple[str, int]], rows: Sequence[str]) -> str:
     return f"By {axis}:\n\n" + "\n".join(lines)
 
 
-def _row(name: str, evaluation: Evaluation, several: bool) -> str:
+def _row(name: str, evaluation: Evaluation, several: bool, sanitized: bool) -> str:
     """Format a row; `several`: the op has further rows for other sweeps."""
     timings = evaluation.timings
     cells = [f"{one.speedup:.2f}x<br>{one.candidate_us:.2f}" for one in timings]
@@ -90,7 +93,7 @@ def _row(name: str, evaluation: Evaluation, several: bool) -> str:
         f"{lowest.speedup_low:.2f}x",
         _range(light),
         _range(launch),
-        _sanitized(evaluation),
+        *([_sanitized(evaluation)] if sanitized else []),
         PUBLISHED.get(evaluation.op, ""),
     ]
     return f"| {' | '.join(row)} |"
@@ -100,7 +103,7 @@ def _sanitized(evaluation: Evaluation) -> str:
     """Result of compute-sanitizer, if it ran."""
     detail = next((check.detail for check in evaluation.checks if check.name == "sanitizer"), "")
     if "found nothing" not in detail:
-        return "not run"
+        return NOT_RUN
     return "clean, races set aside" if "racecheck set aside" in detail else "clean"
 
 

@@ -105,6 +105,8 @@ def _on_gpu(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                     layers = layers.partition("; ")[2]
                 reason = (layers or fell).partition(";")[0]
                 reason = re.sub(r"^\d+: ", "", reason)
+                if reason == "never":
+                    reason = "no layer of this model is for them"
                 idle.setdefault(reason, []).append(patch.split("-")[0])
         said = "; ".join(f"{_code(ops)}: {why}" for why, ops in idle.items())
         outcome = each["outcome"]

@@ -72,7 +72,7 @@ def unpacked(package: str, version: str, place: Path, endings: tuple[str, ...]) 
             f"--dest={scratch}",
             f"{package}=={version}",
         )
-        [wheel] = Path(scratch).glob(f"{package}-*.whl")
+        [wheel] = Path(scratch).glob("*.whl")
         unpacked = Path(scratch) / "tree"
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():

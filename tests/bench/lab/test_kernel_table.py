@@ -11,10 +11,13 @@ import pytest
 from patch_sample import evaluation
 
 from patcher.bench import Check, Outcome, UsageError, load_op
+from patcher.bench.judge.evaluation import Grade
 from patcher.bench.lab.kernel_table import main, read, table
 from patcher.bench.ops.header import comment_mark, read_header
 
-PAGE = Path(__file__).resolve().parents[3] / "bench" / "results" / "kernels"
+RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
+PAGE = RESULTS / "kernels"
+H100 = RESULTS / "h100-kernels"
 
 
 def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
@@ -39,6 +42,18 @@ def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
             assert not any(f"`{op}`" in line for line in earlier)
         assert one.environment is not None
         assert one.environment.device_kind == "cuda"
+
+
+@pytest.mark.parametrize("folder", ["", "others/"])
+def test_each_kernel_that_ships_was_judged_by_its_device_code_alone(folder: str) -> None:
+    found = read(H100 / folder)
+    rows = table(found).replace("](", f"]({folder}")
+    assert rows in (H100 / "README.md").read_text(encoding="utf-8")
+    for name, one in found:
+        op, _, file = name.partition("-")
+        shipped = {info.name: candidate for info, candidate in load_op(op).solutions()}
+        assert shipped[file.partition(".")[0]].digest == one.digest, name
+        assert one.grade is Grade.DEVICE_CODE, name
 
 
 def test_a_verdict_agrees_with_its_samples_and_its_bounds() -> None:
@@ -71,6 +86,9 @@ def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_pa
     [row, other] = [line for line in out.splitlines() if line.startswith("| [")]
     assert "| 2.00x<br>1.00 | 2.00x<br>1.00 | **2.00x** | 0.80x | 41 % | 9 % | clean |" in row
     assert "| not run | 1.10 to 1.13x |" in other
+    (tmp_path / "norm.json").unlink()
+    assert main([str(tmp_path)]) == 0
+    assert "sanitizer" not in capsys.readouterr().out
     aside = clean.model_copy(update={"detail": f"{clean.detail}; 9 reports of racecheck set aside"})
     (tmp_path / "norm.json").write_text(
         told.model_copy(update={"checks": (aside,)}).model_dump_json()
