@@ -71,6 +71,12 @@ def overlap(one: fx.Node, other: fx.Node, key: str) -> bool:
     return shared and not _apart(mine, other.meta[key])
 
 
+def is_the_models(tensor: fx.Node) -> bool:
+    """Whether a tensor lies in the memory of one that Dynamo's graph is given."""
+    given = (node for node in tensor.graph.nodes if node.op in ("placeholder", "get_attr"))
+    return any(overlap(tensor, node, "example_value") for node in given)
+
+
 def _reads(node: fx.Node, tensor: torch.Tensor, storage: int, key: str) -> bool:
     """Whether a node is given elements of the tensor; making a view is not reading."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
