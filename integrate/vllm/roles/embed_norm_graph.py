@@ -24,7 +24,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     operator_name,
     readers,
 )
-from patcher.integrate.vllm.roles.norm_quant_graph import OTHER_NORM
+from patcher.integrate.vllm.roles.norm_quant_graph import taken_by
 from patcher.integrate.vllm.roles.qk_norm_rope_graph import NORM, seen_as
 
 NONE_HERE = "a graph without a look-up of embeddings"
@@ -73,8 +73,8 @@ class _LookUp:
         reading = list(readers(node))
         norms = [reader for reader in reading if operator_name(reader) == NORM]
         if not norms:
-            if any(operator_name(reader).startswith(OTHER_NORM) for reader in reading):
-                raise NotFusedError("norm.plain has the norm")
+            if (point := taken_by(reading)) is not None:
+                raise NotFusedError(f"{point} has the norm")
             names = ", ".join(dict.fromkeys(map(label_of, reading))) or "nothing"
             raise NotFusedError(f"{names} reads the embeddings, and no plain norm")
         self.norm = norm = norms[0]
@@ -118,8 +118,9 @@ class _LookUp:
 
 
 def _before_a_cast(ids: fx.Node) -> fx.Node:
-    """The ids as they were before they were made int64, which a look-up in PyTorch wants."""
+    """The ids as they were before they were made int64, which a look-up in PyTorch wants; ids that
+    were int64 by then as well."""
     if ids.op != "call_method" or ids.target != "long" or len(ids.args) != 1:
         return ids
     given = as_node(ids.args[0])
-    return given if example_of(given).dtype == torch.int32 else ids
+    return given if example_of(given).dtype in (torch.int32, torch.int64) else ids

@@ -8,7 +8,7 @@ norm and quantisation. Elsewhere only the marks are taken out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,13 @@ from patcher.integrate.vllm.roles.linear_graph import plain
 from patcher.integrate.vllm.roles.qk_norm_rope_graph import NORM, seen_as
 from patcher.integrate.vllm.roles.rope_graph import replace_marked
 
-OTHER_NORM = "patcher::rms_norm_"
-"""Prefix of the names of the operators that the point `norm.plain` installs."""
+_TAKEN: Mapping[str, str] = {
+    "patcher::rms_norm_quant_fp8_": "rms_norm_quant_fp8",
+    "patcher::embed_norm_": "embed_norm",
+    "patcher::rms_norm_": "norm.plain",
+}
+"""By prefix of the operators that they install, the points that take norms without a residual; a
+prefix comes before those that it begins with."""
 
 
 def enter(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -65,6 +70,15 @@ def fuse(module: fx.GraphModule, operation: Any) -> list[str]:
     return replace_marked(module, lambda *marks: _Chain(*marks).replace(operation), MARKS)
 
 
+def taken_by(users: Iterable[fx.Node]) -> str | None:
+    """The point whose operator, among these nodes, computes a norm; None if there is none."""
+    for name in map(operator_name, users):
+        for prefix, point in _TAKEN.items():
+            if name.startswith(prefix):
+                return point
+    return None
+
+
 class _Chain:
     """One marked quantisation, and the norm before it."""
 
@@ -79,15 +93,16 @@ class _Chain:
         self.shapes = [*seen_as(given)]
         self.norm = norm = plain(given)
         if operator_name(norm) != NORM:
-            if any(operator_name(user).startswith(OTHER_NORM) for user in norm.users):
-                raise NotFusedError("norm.plain has the norm")
+            writing = (user for user in norm.users if norm in user.args[2:])
+            if (point := taken_by(writing)) is not None:
+                raise NotFusedError(f"{point} has the norm")
             raise NotFusedError(f"{label_of(norm)} makes what is quantised, and no plain norm")
         rows, self.weight, self.epsilon, *part = norm.args
         if norm.kwargs or part not in ([], [None]) or not isinstance(self.weight, fx.Node):
             raise NotFusedError("another kind of norm")
         for reader in readers(norm):
             if reader is not begin:
-                other = reader.target is enter
+                other = reader.target in MARKS
                 name = "another quantisation" if other else label_of(reader)
                 raise NotFusedError(f"{name} reads what the norm makes, too")
         if not is_the_models(self.weight):

@@ -29,7 +29,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     value_of,
 )
 from patcher.integrate.vllm.roles.linear_graph import plain
-from patcher.integrate.vllm.roles.rope_graph import replace_marked, take_out
+from patcher.integrate.vllm.roles.rope_graph import MARKS, replace_marked, take_out
 
 NORM = "vllm_ir::rms_norm"
 _VALUE = "example_value"
@@ -69,7 +69,8 @@ class _Normed:
             raise NotFusedError("another kind of norm")
         for reader in readers(norm):
             if reader is not begin:
-                raise NotFusedError(f"{label_of(reader)} reads what the norm makes, too")
+                name = "another rotation" if reader.target in MARKS else label_of(reader)
+                raise NotFusedError(f"{name} reads what the norm makes, too")
         self.heads, self.weight = as_node(heads), weight
         self.rows = plain(self.heads)
         rows, each, gain = map(example_of, (self.rows, heads, weight))

@@ -107,6 +107,8 @@ def replace_marked(
 ) -> list[str]:
     """Replace what is marked, and take out all marks.
 
+    The marks of what stays are taken out last, so that they are seen while others are judged.
+
     Args:
         module: Dynamo's graph, changed in place.
         replace: takes the marks of a beginning and an end, and takes that of the end out. Raises
@@ -120,13 +122,13 @@ def replace_marked(
     graph = module.graph
     reasons: list[str] = []
     begin: fx.Node | None = None
+    stay: list[fx.Node] = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in marks:
             continue
         if node.target is left:
             reasons.append(str(node.args[1]))
-            node.replace_all_uses_with(as_node(node.args[0]))
-            graph.erase_node(node)
+            stay.append(node)
         elif node.target is first:
             begin = node
         elif begin is not None:
@@ -134,9 +136,16 @@ def replace_marked(
                 replace(begin, node)
             except NotFusedError as error:
                 reasons.append(str(error))
-                take_out(graph, node)
-            take_out(graph, begin)
+                stay += [begin, node]
+            else:
+                take_out(graph, begin)
             begin = None
+    for mark in stay:
+        if mark.target is left:
+            mark.replace_all_uses_with(as_node(mark.args[0]))
+            graph.erase_node(mark)
+        else:
+            take_out(graph, mark)
     graph.lint()
     module.recompile()
     return reasons

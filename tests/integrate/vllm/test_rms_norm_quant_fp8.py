@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +58,19 @@ def kernel() -> Iterator[Dispatcher]:
         yield made
 
 
+class CudaAlike:
+    """A platform that has vLLM's CUDA kernels, and else is the one that is here."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
 @pytest.fixture
 def by_operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's CUDA quantisation, which `+quant_fp8` puts into graphs."""
@@ -77,8 +89,7 @@ def by_operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     library.impl("per_token_group_fp8_quant", run, "CPU")
     library.impl("per_token_group_fp8_quant", nothing, "Meta")
-    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_fp8_fnuz=lambda: False)
-    monkeypatch.setattr(fp8_utils, "current_platform", platform)
+    monkeypatch.setattr(fp8_utils, "current_platform", CudaAlike(fp8_utils.current_platform))
     yield
     library._destroy()
 
@@ -194,6 +205,59 @@ def test_a_scale_for_each_row_is_one_group(gpu: Gpu, kernel: Dispatcher) -> None
     [label] = kernel.book.calls
     assert f"groups=1 group={INNER} " in label
     assert not kernel.book.fallbacks
+
+
+@pytest.mark.parametrize("first", [POINT, "embed_norm"])
+def test_of_two_points_the_first_one_has_the_norm(gpu: Gpu, first: str) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    table = VocabParallelEmbedding(50, INNER)
+    table.weight.data.copy_(rows_of(len(table.weight)))
+    model = Model(layer_of("triton"), lambda model, ids: model.layer(model.norm(table(ids))))
+    ids, types = torch.tensor([3, 0, 49], dtype=torch.int32), torch.bfloat16
+    expected = model(ids)
+    looking = shipped("embed_norm", ("epsilon", float), T=types, W=types, I=torch.int32)
+    both = {POINT: dispatching(), "embed_norm": looking}
+    taken, [(second, left)] = both.pop(first), both.items()
+    with patched(first, taken), patched(second, left):
+        taken.book.reasons.clear()
+        near(Compiled(model)(hidden_states=ids), expected)
+    assert sum(taken.book.calls.values()) == 1
+    assert not taken.book.fallbacks
+    assert not left.book.calls
+    assert dict(left.book.fallbacks) == {f"{first} has the norm": 1}
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "triton"])
+def test_layers_are_surveyed_again_beside_the_matmul(
+    gpu: Gpu, backend: str, kernel: Dispatcher
+) -> None:
+    """As after new weights; a trial of the matmul is no call of the model."""
+    model, x = Model(layer_of(backend)), rows_of(3)
+    expected = model(x)
+    multiply = shipped("linear_fp8", **TYPES)
+    quantise = shipped("quantize_fp8", **TYPES)
+    with patched("linear_fp8", multiply) as beside, patched("quantize_fp8", quantise) as inside:
+        kernel.book.reasons.clear()
+        gpu.factor = 1.25
+        assert survey(beside, multiply.guards, [model.layer]).taken == 0
+        gpu.factor = 1.0
+        points = (POINTS[POINT](), kernel), (beside, multiply), (inside, quantise)
+        for _ in range(2):
+            for point, made in points:
+                assert survey(point, made.guards, [model.layer]).taken == 1
+        for _, made in points:
+            assert not made.book.calls
+            assert not made.book.fallbacks
+        gpu.rows.clear()
+        run = Compiled(model)
+        near(run(hidden_states=x), expected)
+        fused(run, kernel)
+        assert sum(multiply.book.calls.values()) == 1
+        assert not gpu.rows
+        near(model(x), expected)  # without a compiler
+        assert sum(multiply.book.calls.values()) == 2
+        assert sum(quantise.book.calls.values()) == 1
 
 
 @feature("`enforce_eager`, mode NONE", "falls back", POINT)
