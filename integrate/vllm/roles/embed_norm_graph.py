@@ -22,6 +22,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     is_the_models,
     label_of,
     operator_name,
+    overlap,
     readers,
 )
 from patcher.integrate.vllm.roles.norm_quant_graph import taken_by
@@ -67,7 +68,8 @@ class _LookUp:
         ids, table, *more = (*node.args, *node.kwargs.values())
         if len(node.args) < 2 or any(more):
             raise NotFusedError("another kind of look-up")
-        self.ids, self.table = _before_a_cast(as_node(ids)), as_node(table)
+        cast, self.table = as_node(ids), as_node(table)
+        self.ids = _before_a_cast(cast)
         if example_of(self.ids).dim() != 1 or example_of(self.table).dim() != 2:
             raise NotFusedError("ids in another shape")
         reading = list(readers(node))
@@ -86,10 +88,12 @@ class _LookUp:
         if not is_the_models(self.weight) or not is_the_models(self.table):
             raise NotFusedError("a weight that is computed")
         self.shapes = [*seen_as(as_node(rows))]
-        for other in between(node, norm):
+        for other in between(node if cast is self.ids else cast, norm):
             if other in reading:
                 raise NotFusedError(f"{label_of(other)} reads the embeddings before the norm")
-            if self.ids in other.all_input_nodes and other.target not in METADATA:
+            # the norm's place is where they will be read
+            shared = (overlap(self.ids, each, "example_value") for each in other.all_input_nodes)
+            if other is not node and other.target not in METADATA and any(shared):
                 raise NotFusedError(f"{label_of(other)} is given the ids before the norm")
 
     def replace(self, operation: Any) -> None:

@@ -169,6 +169,24 @@ def test_another_beginning_stays_vllms_own_and_is_told(
     assert dict(kernel.book.fallbacks) == {reason: 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_that_change_before_the_norm_stay_vllms_own(config: Any, dtype: torch.dtype) -> None:
+    class Moved(Model):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            given = input_ids.clone()
+            rows = self.embed(given)
+            given[1:].fill_(0)
+            return self.first(rows), given
+
+    model, kernel = Moved(), dispatching(dtype)
+    expected = model(ids(3, dtype))
+    with patched(POINT, kernel):
+        found = Compiled(model)(input_ids=ids(3, dtype))
+    assert torch.equal(found[0], expected[0])
+    assert not kernel.book.calls
+    assert dict(kernel.book.fallbacks) == {"getitem is given the ids before the norm": 1}
+
+
 def test_ids_of_two_axes_stay_vllms_own(config: Any, kernel: Dispatcher) -> None:
     class Pair(Model):
         def forward(self, input_ids: torch.Tensor) -> Any:
