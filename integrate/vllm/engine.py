@@ -245,6 +245,12 @@ def decided_by() -> tuple[bool | tuple[str, ...], ...]:
     return batch_invariant(), splits_sequences(), _fusing(FUSING)
 
 
+def serves_lora() -> bool:
+    """Whether adapters of the current engine may add to what its layers compute."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return config is not None and config.lora_config is not None
+
+
 def copy_to_ray_workers(names: Iterable[str]) -> None:
     """Let vLLM copy these variables to its workers on Ray, besides those that the user names.
 

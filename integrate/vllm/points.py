@@ -10,6 +10,7 @@ from patcher.integrate.vllm.roles.activation import GeluAndMul, GeluTanhAndMul, 
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.add_norm_route import AddNormRoute
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
+from patcher.integrate.vllm.roles.embed_norm import EmbedNorm
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
@@ -24,6 +25,7 @@ from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.quantize_fp8 import QuantizeFp8
+from patcher.integrate.vllm.roles.rms_norm_quant_fp8 import RmsNormQuantFp8
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
 from patcher.integrate.vllm.roles.top_k_top_p import TopKTopPSampler
@@ -59,6 +61,8 @@ POINTS: dict[str, type[VllmPoint]] = {
         AddNormRoute,
         QkNormRope,
         QuantizeFp8,
+        RmsNormQuantFp8,
+        EmbedNorm,
     )
 }
 

@@ -27,7 +27,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if is_reshape(user) and user.args[0] is node:
             yield from readers(user)
-        elif user.op != "call_method" or user.target not in METADATA:
+        elif _name(user) not in METADATA:
             yield user
 
 
@@ -71,9 +71,15 @@ def overlap(one: fx.Node, other: fx.Node, key: str) -> bool:
     return shared and not _apart(mine, other.meta[key])
 
 
+def is_the_models(tensor: fx.Node) -> bool:
+    """Whether a tensor lies in the memory of one that Dynamo's graph is given."""
+    given = (node for node in tensor.graph.nodes if node.op in ("placeholder", "get_attr"))
+    return any(overlap(tensor, node, "example_value") for node in given)
+
+
 def _reads(node: fx.Node, tensor: torch.Tensor, storage: int, key: str) -> bool:
     """Whether a node is given elements of the tensor; making a view is not reading."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     in_place = name.rstrip("_") + "_" == name or name in _IN_PLACE
     if (_shares(node, storage, key) and not in_place) or name in METADATA:
         return False
@@ -81,6 +87,11 @@ def _reads(node: fx.Node, tensor: torch.Tensor, storage: int, key: str) -> bool:
         _shares(given, storage, key) and not _apart(given.meta[key], tensor)
         for given in node.all_input_nodes
     )
+
+
+def _name(node: fx.Node) -> str:
+    """Of the method, function or operator that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _shares(node: fx.Node, storage: int, key: str) -> bool:

@@ -22,6 +22,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles.fp8_backends import BACKENDS, PARTS
+from patcher.integrate.vllm.roles.quantiser import engines_run
 from patcher.integrate.vllm.swap import AttributePatch
 
 _LINEAR = "vllm.model_executor.layers.linear"
@@ -69,12 +70,15 @@ class LinearFp8(VllmPoint):
             return f"a weight in another layout: {_shown(weight)}, scales {_shown(scale)}"
         self._write_as_before(_quantising(kernel).quant_fp8)  # the trial is of vLLM's own matmul
         reason = _trial(kernel, weight, scale)
-        if self._swaps and reason is not None and kernel not in self._left:
+        if not self._swaps:
+            return reason
+        if reason is None:
+            self._give_back(kernel)
+            self._write_by_rows(_quantising(kernel).quant_fp8)
+        elif kernel not in self._left:
             engines = type(kernel).apply_block_scaled_mm.__wrapped__
             kernel.apply_block_scaled_mm = MethodType(engines, kernel)
             self._left.append(kernel)
-        elif self._swaps and reason is None:
-            self._write_by_rows(_quantising(kernel).quant_fp8)
         return reason
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
@@ -92,12 +96,16 @@ class LinearFp8(VllmPoint):
         self.name_lost_fusions()
 
     def remove(self) -> None:
-        left, self._left = self._left, []
-        for kernel in left:
-            vars(kernel).pop("apply_block_scaled_mm", None)
+        for kernel in list(self._left):
+            self._give_back(kernel)
         for quantiser in list(self._by_rows):
             self._write_as_before(quantiser)
         super().remove()
+
+    def _give_back(self, kernel: Any) -> None:
+        if kernel in self._left:
+            self._left.remove(kernel)
+            vars(kernel).pop("apply_block_scaled_mm", None)
 
     def _write_by_rows(self, quantiser: Any) -> None:
         if quantiser.column_major_scales:
@@ -183,7 +191,7 @@ def _trial(kernel: Any, weight: torch.Tensor, scale: torch.Tensor) -> str | None
     assert block is not None
     row = torch.linspace(-1.0, 2.0, weight.shape[1], device=weight.device)
     rows = torch.stack([row, 30 * row.flip(0)]).to(kernel.config.out_dtype)
-    x, x_scale = multiplying.quant_fp8(rows)
+    x, x_scale = engines_run(multiplying.quant_fp8)(rows)
     if x_scale.dtype != torch.float32:
         return f"scales of x {_shown(x_scale)}"
     engines = type(multiplying).apply_block_scaled_mm

@@ -19,6 +19,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     example_of,
     form_of,
     is_reshape,
+    is_the_models,
     items_of,
     label_of,
     operator_name,
@@ -28,7 +29,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     value_of,
 )
 from patcher.integrate.vllm.roles.linear_graph import plain
-from patcher.integrate.vllm.roles.rope_graph import replace_marked, take_out
+from patcher.integrate.vllm.roles.rope_graph import MARKS, replace_marked, take_out
 
 NORM = "vllm_ir::rms_norm"
 _VALUE = "example_value"
@@ -58,7 +59,7 @@ class _Normed:
         Raises:
             NotFusedError: it is no norm of heads.
         """
-        self.shapes = [*_seen_as(given)]
+        self.shapes = [*seen_as(given)]
         """The other shapes in which the rotation is given what the norm makes, the last first."""
         self.norm = norm = plain(given)
         if operator_name(norm) != NORM:
@@ -68,7 +69,8 @@ class _Normed:
             raise NotFusedError("another kind of norm")
         for reader in readers(norm):
             if reader is not begin:
-                raise NotFusedError(f"{label_of(reader)} reads what the norm makes, too")
+                name = "another rotation" if reader.target in MARKS else label_of(reader)
+                raise NotFusedError(f"{name} reads what the norm makes, too")
         self.heads, self.weight = as_node(heads), weight
         self.rows = plain(self.heads)
         rows, each, gain = map(example_of, (self.rows, heads, weight))
@@ -78,7 +80,7 @@ class _Normed:
         seen = [str(example_of(node).shape[0]) for node in (self.heads, *self.shapes)]
         if rows.dim() != 2 or rows.stride(1) != 1 or {*seen} != {self.tokens}:
             raise NotFusedError("heads that are not parts of dense rows")
-        if gain.dtype != rows.dtype or not _is_the_models(weight):
+        if gain.dtype != rows.dtype or not is_the_models(weight):
             raise NotFusedError("a weight that is computed, or of another dtype")
 
     def must_fit(self, rotated: fx.Node) -> None:
@@ -158,22 +160,16 @@ class _Block:
             self.begin.args = query.rows, key.rows
         for part in self.parts:
             part.norm.replace_all_uses_with(part.heads)
-            for node in (*part.shapes, part.norm, *_seen_as(part.heads)):
+            for node in (*part.shapes, part.norm, *seen_as(part.heads)):
                 if not node.users:
                     graph.erase_node(node)
 
 
-def _seen_as(node: fx.Node) -> Iterator[fx.Node]:
+def seen_as(node: fx.Node) -> Iterator[fx.Node]:
     """A node and those before it, as long as each shows another in another shape."""
     while is_reshape(node):
         yield node
         node = as_node(node.args[0])
-
-
-def _is_the_models(weight: fx.Node) -> bool:
-    """Whether a tensor lies in the memory of one that the graph is given."""
-    given = (node for node in weight.graph.nodes if node.op in ("placeholder", "get_attr"))
-    return any(overlap(weight, node, _VALUE) for node in given)
 
 
 def _made(node: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ it takes has them row by row, whatever its backend.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -136,6 +137,16 @@ def quantiser_of(layer: Any) -> Any | str:
     if type(kernel).apply_weights not in map(sources.part, _BASES):
         return "a kernel that quantises x itself, or not at all"
     return kernel.quant_fp8
+
+
+def engines_run(quantiser: Any) -> Callable[[torch.Tensor], Quantised]:
+    """What quantises in the engine itself, whatever points have in its place: trials are of the
+    engine's code, and are no calls of a model."""
+    if not isinstance(quantiser, class_of_quantisers()):
+        found: Callable[[torch.Tensor], Quantised] = quantiser
+        return found
+    own = type(quantiser).forward
+    return MethodType(getattr(own, "__wrapped__", own), quantiser)
 
 
 def unlike_quantiser(quantiser: Any, kind: Any) -> str | None:

@@ -11,7 +11,7 @@ whole token is another kernel of vLLM's with another least scale, and stays vLLM
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from patcher.integrate.vllm.roles.quantiser import (
     bounded,
     by_groups,
     class_of_quantisers,
+    engines_run,
     kernel_of,
     must_be_e4m3,
     quantiser_of,
@@ -72,12 +73,12 @@ class QuantizeFp8(VllmPoint):
             return reason
         if sources.module("vllm.platforms").current_platform.is_cuda() and not layer.weight.is_cuda:
             return "an offloaded weight"
-        own = type(found).forward
-        own = getattr(own, "__wrapped__", own)
-        if _computes(own, found, layer.weight.device):
+        own = engines_run(found)
+        if _computes(own, found.group_size, layer.weight.device):
+            self._give_back(found)
             return None
         if self._swaps and found not in self._left:
-            found.forward = MethodType(own, found)
+            found.forward = own
             self._left.append(found)
         return "it computes something else"
 
@@ -89,10 +90,14 @@ class QuantizeFp8(VllmPoint):
         self.name_lost_fusions()
 
     def remove(self) -> None:
-        left, self._left = self._left, []
-        for quantiser in left:
-            vars(quantiser).pop("forward", None)
+        for quantiser in list(self._left):
+            self._give_back(quantiser)
         super().remove()
+
+    def _give_back(self, quantiser: Any) -> None:
+        if quantiser in self._left:
+            self._left.remove(quantiser)
+            vars(quantiser).pop("forward", None)
 
 
 def _unlike(quantiser: Any, kind: Any) -> str | None:
@@ -127,12 +132,11 @@ def _part(kernel: Dispatcher) -> Any:
 
 
 @torch.no_grad()
-def _computes(own: Any, quantiser: Any, device: torch.device) -> bool:
+def _computes(own: Callable[[torch.Tensor], Quantised], group: int, device: torch.device) -> bool:
     """Whether vLLM's own forward gives two rows of numbers as the contract has them."""
-    group = quantiser.group_size
     row = torch.linspace(-1.0, 2.0, 2 * group, device=device)
     rows = torch.stack([row, 30 * row.flip(0)]).bfloat16()
-    found, scales = own(quantiser, rows)
+    found, scales = own(rows)
     wide = rows.float().view(2, 2, group)
     factors = wide.abs().amax(-1) / LARGEST
     if scales.shape != factors.shape or scales.dtype != torch.float32:

@@ -101,38 +101,51 @@ def fuse(
 
 
 def replace_marked(
-    module: fx.GraphModule, replace: Callable[[fx.Node, fx.Node], None]
+    module: fx.GraphModule,
+    replace: Callable[[fx.Node, fx.Node], None],
+    marks: tuple[Callable[..., Any], ...] = MARKS,
 ) -> list[str]:
-    """Replace marked rotations, and take out all marks.
+    """Replace what is marked, and take out all marks.
+
+    The marks of what stays are taken out last, so that they are seen while others are judged.
 
     Args:
         module: Dynamo's graph, changed in place.
-        replace: takes `enter` and `leave` of one, and takes `leave` out. Raises `NotFusedError`,
-            and then leaves the graph as it was.
+        replace: takes the marks of a beginning and an end, and takes that of the end out. Raises
+            `NotFusedError`, and then leaves the graph as it was.
+        marks: of a beginning, of an end, and of what is left alone; by default of rotations.
 
     Returns:
-        A reason for each rotation that stays vLLM's own.
+        A reason for each place that stays vLLM's own.
     """
+    first, _, left = marks
     graph = module.graph
     reasons: list[str] = []
     begin: fx.Node | None = None
+    stay: list[fx.Node] = []
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in MARKS:
+        if node.op != "call_function" or node.target not in marks:
             continue
-        if node.target is left_alone:
+        if node.target is left:
             reasons.append(str(node.args[1]))
-            node.replace_all_uses_with(as_node(node.args[0]))
-            graph.erase_node(node)
-        elif node.target is enter:
+            stay.append(node)
+        elif node.target is first:
             begin = node
         elif begin is not None:
             try:
                 replace(begin, node)
             except NotFusedError as error:
                 reasons.append(str(error))
-                take_out(graph, node)
-            take_out(graph, begin)
+                stay += [begin, node]
+            else:
+                take_out(graph, begin)
             begin = None
+    for mark in stay:
+        if mark.target is left:
+            mark.replace_all_uses_with(as_node(mark.args[0]))
+            graph.erase_node(mark)
+        else:
+            take_out(graph, mark)
     graph.lint()
     module.recompile()
     return reasons

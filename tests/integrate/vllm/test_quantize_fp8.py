@@ -169,7 +169,7 @@ def test_what_no_operator_is_given_is_counted(gpu: Gpu) -> None:
     }
 
 
-@pytest.mark.parametrize("beside", [()])
+@pytest.mark.parametrize("beside", [(), ("rms_norm_quant_fp8",)])
 def test_a_subclass_with_other_arguments_is_untouched(gpu: Gpu, beside: tuple[str, ...]) -> None:
     from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape

@@ -225,7 +225,12 @@ PLACES = {
         "vllm.compilation.backends:split_graph",
         "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
     ],
+    "embed_norm": ["vllm.compilation.backends:split_graph"],
     "quantize_fp8": [f"{_QUANTISER}:QuantFP8.forward"],
+    "rms_norm_quant_fp8": [
+        f"{_QUANTISER}:QuantFP8.forward",
+        "vllm.compilation.backends:split_graph",
+    ],
     "add_norm_route": [
         "vllm.compilation.backends:split_graph",
         "triton_kernels.routing:routing",
