@@ -163,6 +163,19 @@ def test_the_worst_positions_are_told_apart_from_the_mean() -> None:
     assert exact.max_kl == pytest.approx(float((truth.exp() * (truth - guess)).sum(-1).max()))
 
 
+def test_one_rounding_of_float32_is_allowed_where_the_baseline_is_its_reference() -> None:
+    reference = logits().float()
+    eps = torch.finfo(torch.float32).eps
+
+    def moved_by(roundings: float) -> Quality:
+        moved = reference.double() * (1 + roundings * eps * noise(1, 1).sign())
+        return compare_logits(reference, reference, moved, reference, "the same engine")
+
+    assert moved_by(0.9).passed
+    assert "rmse" in moved_by(1.2).reason
+    assert "largest error" in moved_by(1.2).reason
+
+
 def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
     reference = logits()
     baseline = reference + noise(1e-2, 1)
