@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -70,8 +70,10 @@ class CallCounters:
         self.cases: list[CallSignature] = []
         self._former: Counter[str] = Counter()
         """Eager calls of signatures that are no longer in `cases`, by label."""
-        self.reasons: Counter[str] = Counter()
-        """Eager calls that fell back to the original, by reason."""
+        self.reasons: Final[Counter[str]] = Counter()
+        """Eager calls that fell back to the original, by reason; one object, as points keep it."""
+        self.compiled_out: Final[Counter[str]] = Counter()
+        """The part of `reasons` that `leave_in_graph` counted."""
         self.recordings: list[GraphRecording] = []
         self.surveys: dict[int, LayerSurvey] = {}
         """The layers of the models that this process loaded, by number of the loading worker."""
@@ -82,11 +84,30 @@ class CallCounters:
         """Start at zero in a process that was forked, since its parent counts what was before."""
         self.pid, self.started = os.getpid(), time.time_ns() + next(_BOOKS)
         self.reasons.clear()
+        self.compiled_out.clear()
         self._former = Counter()
         for case in self.cases:
             case.calls = 0
         for recording in self.recordings:
             recording.replays = 0
+
+    def leave_in_graph(self, reasons: Iterable[str]) -> None:
+        """Count places of a graph that were compiled with the engine's own code, which is final.
+
+        A process that loads code which another one compiled does not count them.
+        """
+        found = Counter(reasons)
+        self.reasons.update(found)
+        self.compiled_out.update(found)
+
+    def uncount(self, before: Counter[str]) -> Counter[str]:
+        """Take what was counted in `reasons` since it was as `before` out of it, and return it."""
+        since = Counter(self.reasons) - before
+        for reason, count in since.items():
+            self.reasons[reason] -= count
+            if not self.reasons[reason]:
+                del self.reasons[reason]
+        return since
 
     def forget_cases(self) -> None:
         """Keep the counts of all signatures, and drop the signatures, which may be many."""
@@ -263,8 +284,7 @@ _HOOKING = threading.Lock()
 
 def _take(book: CallCounters, calls: list[int], reasons: Counter[str]) -> GraphRecording:
     """Move the counts since `calls` and `reasons` to a recording, since those calls did not run."""
-    recording = GraphRecording(Counter(), book.reasons - reasons)
-    book.reasons = reasons
+    recording = GraphRecording(Counter(), book.uncount(reasons))
     for case, before in zip(book.cases, [*calls, *[0] * len(book.cases)], strict=False):
         if case.calls > before:
             recording.calls[case.label] += case.calls - before

@@ -115,7 +115,7 @@ class Dispatcher:
         """
         before = self.book.reasons.copy()
         ran = self(*args)
-        self.book.reasons, reasons = before, self.book.reasons - before
+        reasons = self.book.uncount(before)
         if not ran:
             raise RuntimeError(f"{self.name} cannot be warmed: {', '.join(reasons)}")
         self._known[self._key(*args)].calls -= 1

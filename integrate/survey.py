@@ -92,7 +92,8 @@ def must_take_some(items: Iterable[Installed], strict: bool) -> None:
 def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log) -> None:
     """Log what each patch took until the end of warm-up, and warn of those that did nothing.
 
-    A patch whose calls all fell back is a warning only, since later calls may have other sizes.
+    A patch whose calls all fell back is a warning only, since later calls may have other sizes;
+    what was compiled without it stays so.
 
     Args:
         items: the installed patches.
@@ -111,7 +112,8 @@ def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log
             continue
         why = ", ".join(f"{count:,}: {reason}" for reason, count in receipt.fallbacks.items())
         said = f"{item.patch.manifest.id} has no effect after warm-up: {receipt.idle}"
-        _warn(f"{said} ({why})" if why else said, strict and not receipt.fallbacks)
+        later = receipt.fallbacks.keys() - item.book.compiled_out.keys()
+        _warn(f"{said} ({why})" if why else said, strict and not later)
 
 
 def _lines(items: Iterable[Installed]) -> Iterator[str]:

@@ -11,9 +11,11 @@ Without an enabled patch, the plugin imports only the standard library.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patcher.integrate.activation import Activation
@@ -28,12 +30,40 @@ def register() -> None:
         from patcher.bench.engines.vllm_weights import register_loader
 
         register_loader()
-    chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"
-    if chosen.strip() == "off":
+    if _is_off():
+        _look_again()
         return
     from patcher.integrate.vllm.plugin import hook
 
     hook()
+
+
+def _is_off() -> bool:
+    chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"
+    return chosen.strip() == "off"
+
+
+def _look_again() -> None:
+    """Read the variables again when a worker begins: vLLM loads plugins once a process, whose next
+    engine may be one with patches. Whoever builds an engine has imported the worker's module.
+    """
+    worker: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
+    original = getattr(worker, "init_device", None)
+    if original is None or hasattr(original, "patcher_looks") or hasattr(original, "plugin"):
+        return
+
+    @functools.wraps(original)
+    def init_device(wrapper: Any) -> None:
+        if not _is_off() and not hasattr(worker.init_device, "plugin"):
+            from patcher.integrate.vllm.plugin import hook
+
+            if hook() is not None:  # it is around this function now
+                worker.init_device(wrapper)
+                return
+        original(wrapper)
+
+    init_device.patcher_looks = True  # type: ignore[attr-defined]
+    worker.init_device = init_device
 
 
 def activation() -> Activation | None:

@@ -22,7 +22,8 @@ def patches_table(listed: Sequence[ListedPatch]) -> Table:
     for one in listed:
         here = Text("on", style="green") if one.on else Text("off", style="dim")
         fits = Text("yes", style="green") if one.fits else Text(one.why_not, style="red")
-        table.add_row(one.id, one.engine, one.point, here, fits, one.evidence)
+        named = map(Text, (one.id, one.engine, one.point))  # not rich's markup
+        table.add_row(*named, here, fits, Text(one.evidence))
     return table
 
 
@@ -59,12 +60,12 @@ def receipts_table(receipts: Sequence[Receipt]) -> Table:
     for one in receipts:
         why = [f"{count:,}: {reason}" for reason, count in one.fallbacks.items()]
         table.add_row(
-            one.patch_id,
-            one.point,
-            *([one.host] if hosts else []),
+            Text(one.patch_id),
+            Text(one.point),
+            *([Text(one.host)] if hosts else []),
             str(one.pid),
             "" if one.rank is None else str(one.rank),
-            "" if one.layers is None else str(one.layers),
+            Text("" if one.layers is None else str(one.layers)),
             f"{one.total_calls:,}",
             f"{sum(one.replayed.values()):,}",
             f"{sum(one.fallbacks.values()):,}",
@@ -83,19 +84,19 @@ def shapes_table(receipts: Sequence[Receipt]) -> Table:
     for label in labels:
         calls = sum(one.calls.get(label, 0) for one in receipts)
         graphs = sum(one.replayed.get(label, 0) for one in receipts)
-        table.add_row(label, f"{calls:,}", f"{graphs:,}")
+        table.add_row(Text(label), f"{calls:,}", f"{graphs:,}")
     return table
 
 
 def proof_lines(proof: Proof) -> Iterator[Table | Text]:
-    table = Table(title=f"{proof.patch_id}: receipts against {proof.profile}")
+    table = Table(title=Text(f"{proof.patch_id}: receipts against {proof.profile}"))
     for name in ("", "role", "launches", "/step", "finding", "kernel"):
         right = name in ("launches", "/step")
         table.add_column(name, justify="right" if right else "left", no_wrap=name == "kernel")
     for row in proof.rows:
         table.add_row(
             Text("ok", style="green") if row.passed else Text("fail", style="red"),
-            row.role,
+            Text(row.role),
             f"{row.launches:,}",
             "" if row.per_step is None else f"{row.per_step:.4g}",
             Text(row.said),

@@ -125,6 +125,25 @@ def test_what_others_put_over_a_watch_stays_when_it_goes(monkeypatch: pytest.Mon
 
 
 @torch.inference_mode()
+def test_a_counter_that_a_patch_point_keeps_counts_after_a_recording() -> None:
+    dispatch = made(watch := GraphWatch([], Graph), strict=False)
+    watch.add(dispatch.book)
+    kept = dispatch.book.reasons
+    kept["before"] += 1
+    dispatch.warm(*tensors(4), 1e-5)
+    with watch:
+        graph = Graph()
+        graph.capture_begin()
+        kept["why"] += 1
+        graph.capture_end()
+        assert dispatch.book.fallbacks == {"before": 1}
+        graph.replay()
+        graph.replay()
+        kept["why"] += 1
+    assert dispatch.book.fallbacks == {"before": 1, "why": 3}
+
+
+@torch.inference_mode()
 def test_nothing_unproven_runs_while_a_graph_is_recorded() -> None:
     dispatch = made(watch := GraphWatch([], Graph), strict=False)
     watch.add(dispatch.book)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from patcher.bench import VerificationError
 from patcher.integrate.counts import CallCounters
 from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.receipts import Receipt
+from patcher.integrate.survey import report
 
 GUARDS = CallGuards(
     device="cpu",
@@ -98,3 +102,24 @@ def test_layers_of_several_models_are_added_and_a_reload_replaces_its_own() -> N
     assert str(LayerSurvey(1)) == "1 layer"
     assert str(LayerSurvey(0, Counter({"odd": 1}))) == "0 of 1 layer; 1: odd"
     assert Receipt.model_validate_json(receipt.model_dump_json()) == receipt
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_was_compiled_without_a_patch_is_no_reason_to_wait_for_other_calls(
+    later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second start loads that code and counts nothing: it must not fail where a first did not."""
+    book = CallCounters("id", "0" * 64)
+    item: Any = SimpleNamespace(book=book, patch=SimpleNamespace(manifest=SimpleNamespace(id="it")))
+    book.leave_in_graph(["no norm", "no norm"])
+    if later:
+        book.reasons["tokens above 64"] += 1
+        report([item], strict=True)
+        assert "every call fell back (2: no norm, 1: tokens above 64)" in caplog.text
+    else:
+        with pytest.raises(VerificationError, match=r"every call fell back \(2: no norm\)"):
+            report([item], strict=True)
+    book.begin_again()
+    assert not book.compiled_out
+    with pytest.raises(VerificationError, match="no call reached it"):
+        report([item], strict=True)

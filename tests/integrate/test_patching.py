@@ -283,6 +283,29 @@ def test_receipts_are_told_by_process(cli: Cli) -> None:
     assert found["problems"] == ["q in process 1: no GPU", "q never ran in any process"]
 
 
+def test_brackets_in_a_receipt_are_shown_as_they_are(cli: Cli) -> None:
+    """Reasons and names of classes may look like markup to the library that draws tables."""
+    folder = Path("receipts")
+    folder.mkdir()
+    ran = Receipt(
+        patch_id="p",
+        digest="d",
+        pid=1,
+        host="a",
+        point="vllm:[/norm]",
+        calls={"norm [rows] int8[/b]": 2},
+        layers_taken=1,
+        layers_refused={"a norm of class Scaled[float]": 1},
+    )
+    ran.write(folder / "p.1.json")
+    ran.model_copy(update={"host": "[b]", "pid": 2}).write(folder / "p.2.json")
+    code, said = cli("receipts", "receipts")
+    assert code == 0
+    shown = "".join(said.split())
+    for word in ("[b]", "vllm:[/norm]", "norm [rows] int8[/b]", "Scaled[float]"):
+        assert word.replace(" ", "") in shown
+
+
 def test_receipts_and_doctor_say_what_a_patch_did_not_do(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ class AddNormRoute(FusedExperts):
             known = route_graph.fuse(
                 graph, operation, f"patcher::{AddRmsNorm.op}_", lambda *at: top_k_of(self, *at)
             )
-            kernel.book.reasons.update(known)
+            kernel.book.leave_in_graph(known)
             return splitting_ops
 
         self._put_in(rewrite, kept.take, counted(kernel))

@@ -82,7 +82,7 @@ class ExpertsToNorm(FusedExperts):
 
         def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
             known = experts_graph.fuse(graph, operators, lambda *at: top_k_of(self, *at))
-            kernel.book.reasons.update(known)
+            kernel.book.leave_in_graph(known)
             return splitting_ops
 
         self._put_in(rewrite, unsummed.take, counted(kernel))

@@ -53,7 +53,7 @@ class QkNormRope(MarkedRotation):
         operation = kernel.op(_engines_own())
 
         def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            kernel.book.reasons.update(qk_norm_rope_graph.fuse(graph, operation))
+            kernel.book.leave_in_graph(qk_norm_rope_graph.fuse(graph, operation))
             return splitting_ops
 
         self._put_in(kernel, operation, rewrite)

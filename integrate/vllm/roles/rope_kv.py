@@ -109,7 +109,7 @@ def _rewrite(
 
     def rewrite(graph: torch.fx.GraphModule, splitting_ops: list[str]) -> list[str]:
         reasons = rope_graph.fuse(graph, operator.overload, refuses, source_of)
-        kernel.book.reasons.update(reasons)
+        kernel.book.leave_in_graph(reasons)
         there = [operator.name] if rope_graph.WRITE in splitting_ops else []
         return [*splitting_ops, *there]
 

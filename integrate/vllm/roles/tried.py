@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import torch
+from torch._guards import TracingContext
 
 from patcher.bench import load_op
 from patcher.integrate.dispatch import Dispatcher
@@ -114,6 +115,9 @@ def left_to_the_engine(kernel: Dispatcher, reason: str) -> Any:
     compiled one each time that it is compiled, since its graph holds no trace of the patch."""
 
     def count() -> None:
-        kernel.book.reasons[reason] += 1
+        if TracingContext.try_get() is None:
+            kernel.book.reasons[reason] += 1
+        else:
+            kernel.book.leave_in_graph([reason])
 
     return torch.compiler.assume_constant_result(count)  # type: ignore[no-untyped-call]

@@ -95,6 +95,26 @@ def test_an_engine_after_another_has_what_the_store_says_then(
         del worker
 
 
+def test_an_engine_with_patches_may_follow_one_without_any(
+    store: Store, patch: Patch, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls `register` once a process."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from patcher.integrate import vllm
+
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)
+    store.apply(patch.folder)
+    monkeypatch.setenv("PATCHER_PATCHES", "off")
+    vllm.register()
+    for chosen in ("off", "on", "off", "on"):
+        monkeypatch.setenv("PATCHER_PATCHES", chosen)
+        worker = started(config)
+        assert is_patched() == (chosen == "on")
+        worker.shutdown()
+    WorkerWrapperBase.init_device.plugin.remove()
+
+
 @feature("several engines of one process", "right", "add_norm")
 def test_an_engine_beside_another_keeps_the_others_patches_or_is_refused(
     plugin: Any, store: Store, patch: Patch, config: Any, monkeypatch: pytest.MonkeyPatch
