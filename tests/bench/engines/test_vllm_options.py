@@ -75,7 +75,7 @@ def test_names_are_those_of_the_installed_vllm(hopper: Any) -> None:
     assert {"cutlass", "marlin", "triton"} <= set(every)
     fields = set(inspect.signature(EngineArgs).parameters)
     assert {*found, *dense, "linear_backend", VllmEngine.cache_argument} <= fields
-    assert set(_arguments(workload("hub").model_copy(update={"weights": "hub"}))) <= fields
+    assert set(_arguments(workload("gpt-oss-20b").model_copy(update={"weights": "hub"}))) <= fields
 
 
 @needs_vllm
