@@ -77,6 +77,8 @@ class CallCounters:
         self.recordings: list[GraphRecording] = []
         self.surveys: dict[int, LayerSurvey] = {}
         """The layers of the models that this process loaded, by number of the loading worker."""
+        self._before = 0
+        """Calls in and out of graphs before the engine that runs now; see `begin_engine`."""
         self.replaced: Callable[[], int] = int
         """How many of the layers that the patch takes were put out of their model since."""
 
@@ -85,6 +87,7 @@ class CallCounters:
         self.pid, self.started = os.getpid(), time.time_ns() + next(_BOOKS)
         self.reasons.clear()
         self.compiled_out.clear()
+        self._before = 0
         self._former = Counter()
         for case in self.cases:
             case.calls = 0
@@ -108,6 +111,20 @@ class CallCounters:
             if not self.reasons[reason]:
                 del self.reasons[reason]
         return since
+
+    def begin_engine(self) -> None:
+        """Count on for another engine of this process, after those before it were shut down."""
+        self.surveys.clear()
+        self._before = self._seen
+
+    @property
+    def ran(self) -> bool:
+        """Whether the kernel ran, or was recorded, since this engine began."""
+        return self._seen > self._before
+
+    @property
+    def _seen(self) -> int:
+        return self.calls.total() + self.recorded.total()
 
     def forget_cases(self) -> None:
         """Keep the counts of all signatures, and drop the signatures, which may be many."""

@@ -89,7 +89,9 @@ def must_take_some(items: Iterable[Installed], strict: bool) -> None:
             _warn(f"{item.patch.manifest.id} has no effect: no layer takes it ({layers})", strict)
 
 
-def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log) -> None:
+def report(
+    items: Iterable[Installed], strict: bool, shown: logging.Logger = log, *, ran: bool = True
+) -> None:
     """Log what each patch took until the end of warm-up, and warn of those that did nothing.
 
     A patch whose calls all fell back is a warning only, since later calls may have other sizes;
@@ -99,6 +101,7 @@ def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log
         items: the installed patches.
         strict: whether a patch without effect is an error.
         shown: the logger for what the patches took; one whose lines the engine shows.
+        ran: whether the model ran until now; else no patch can have had a call.
 
     Raises:
         VerificationError: a patch was never reached, and `strict` is set.
@@ -106,10 +109,10 @@ def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log
     kept = list(items)
     if lines := list(_lines(kept)):
         shown.info("patched layers: %s", "; ".join(lines))
-    for item in kept:
-        receipt = Receipt.of(item.book)
-        if receipt.calls or item.book.recorded:
+    for item in kept if ran else ():
+        if item.book.ran:
             continue
+        receipt = Receipt.of(item.book).model_copy(update={"calls": {}})  # of engines before
         why = ", ".join(f"{count:,}: {reason}" for reason, count in receipt.fallbacks.items())
         said = f"{item.patch.manifest.id} has no effect after warm-up: {receipt.idle}"
         later = receipt.fallbacks.keys() - item.book.compiled_out.keys()

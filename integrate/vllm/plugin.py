@@ -17,7 +17,12 @@ from patcher.integrate.activation import Activation, Installed, Switches, activa
 from patcher.integrate.survey import look, report
 from patcher.integrate.switches import home_store
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
+from patcher.integrate.vllm.engine import (
+    copy_to_ray_workers,
+    decided_by,
+    models_of,
+    runs_before_it_serves,
+)
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -96,7 +101,10 @@ class VllmPlugin:
             self._state = state
             self._tie_compiled_code()
         else:  # the patches are in, but this engine may have other passes than the one before
+            alone = not self._others(worker)
             for item in self.active.installed:
+                if alone:
+                    item.book.begin_engine()
                 if isinstance(item.point, VllmPoint):
                     item.point.name_lost_fusions()
         self._engines.add(worker)
@@ -139,7 +147,8 @@ class VllmPlugin:
                 look(self._installed, layers, number, self._strict)
 
         def tell() -> None:
-            report(self._installed, self._strict and stages == 1, _engines_log)
+            ran = runs_before_it_serves(config)
+            report(self._installed, self._strict and stages == 1, _engines_log, ran=ran)
 
         for name in LOADS:
             _after(worker, name, self._unharmed(see))

@@ -205,6 +205,48 @@ def test_a_patch_that_warm_up_never_calls_is_said(
             worker.compile_or_warm_up_model()
 
 
+def test_a_cpu_without_compilation_has_run_nothing_after_warm_up(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
+) -> None:
+    from vllm.config.compilation import CompilationMode
+
+    monkeypatch.setenv("PATCHER_STRICT", "1")
+    monkeypatch.setattr(config.compilation_config, "mode", CompilationMode.NONE)
+    worker = start(Runner(Block()))
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    assert "has no effect" not in caplog.text
+    worker.shutdown()
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    worker = start(Runner(Block()))
+    worker.load_model()
+    with pytest.raises(bench.VerificationError, match="no call reached it"):
+        worker.compile_or_warm_up_model()
+
+
+def test_what_one_engine_took_says_nothing_of_the_next(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATCHER_STRICT", "1")
+    first, second = Runner(Block()), Runner(Block(1))
+    rows = torch.randn(3, 64)
+    first.uses = lambda: first.model.fitting[0](rows.clone(), rows.clone())
+    worker = start(first)
+    worker.load_model()
+    with torch.no_grad():
+        worker.compile_or_warm_up_model()
+    worker.shutdown()
+    worker = start(second)
+    worker.load_model()
+    told = receipt(start, tmp_path)
+    assert (told["layers_taken"], sum(told["calls"].values())) == (1, 1)
+    with pytest.raises(bench.VerificationError, match="no call reached it"):
+        worker.compile_or_warm_up_model()
+    worker.shutdown()
+    with pytest.raises(bench.VerificationError, match="no layer takes it"):
+        start(Runner(Block(0))).load_model()
+
+
 @feature("pipeline parallelism", "right", "add_norm")
 def test_a_stage_of_a_pipeline_may_have_no_layer_of_a_role(
     start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
