@@ -170,15 +170,6 @@ def rounds_states_at_random() -> bool:
     return config is not None and bool(config.mamba_config.enable_stochastic_rounding)
 
 
-def runs_before_it_serves(config: Any) -> bool:
-    """Whether the workers of a configuration run their model before the first request. On a CPU,
-    they do so only to compile it.
-    """
-    modes = sources.module("vllm.config.compilation").CompilationMode
-    compiles = config.compilation_config.mode != modes.NONE
-    return bool(compiles or config.device_config.device_type != "cpu")
-
-
 def uses_runner_v2() -> bool:
     """Whether the engine of the current configuration has model runner V2."""
     config = sources.module("vllm.config").get_current_vllm_config_or_none()

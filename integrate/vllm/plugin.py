@@ -17,12 +17,7 @@ from patcher.integrate.activation import Activation, Installed, Switches, activa
 from patcher.integrate.survey import look, report
 from patcher.integrate.switches import home_store
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import (
-    copy_to_ray_workers,
-    decided_by,
-    models_of,
-    runs_before_it_serves,
-)
+from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -147,7 +142,7 @@ class VllmPlugin:
                 look(self._installed, layers, number, self._strict)
 
         def tell() -> None:
-            ran = runs_before_it_serves(config)
+            ran = _runs_before_it_serves(config)
             report(self._installed, self._strict and stages == 1, _engines_log, ran=ran)
 
         for name in LOADS:
@@ -255,3 +250,12 @@ def hook() -> VllmPlugin | None:
         log.error("no patch is installed, this vLLM starts its workers differently: %s", error)
         return None
     return plugin
+
+
+def _runs_before_it_serves(config: Any) -> bool:
+    """Whether the workers of a configuration run their model before the first request. On a CPU,
+    they do so only to compile it.
+    """
+    modes = sources.module("vllm.config.compilation").CompilationMode
+    compiles = config.compilation_config.mode != modes.NONE
+    return bool(compiles or config.device_config.device_type != "cpu")
