@@ -6,11 +6,12 @@ every mode of CUDA graphs. The graph is whole there: operators of several layers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
 
+from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.swap import SharedPatch
 
@@ -27,6 +28,23 @@ def graph_rewrite(point: str) -> SharedPatch:
         point: the name of the patch point.
     """
     return SharedPatch(sources.module(BACKENDS), "split_graph", point, _rewriting)
+
+
+def counted_rewrite(
+    kernel: Dispatcher, fuse: Callable[[fx.GraphModule], Iterable[str]]
+) -> GraphRewrite:
+    """A rewrite whose reasons are final, and that leaves where vLLM splits the graph.
+
+    Args:
+        kernel: counts the places that `fuse` leaves to the engine.
+        fuse: changes a graph in place; gives a reason for each place that it leaves.
+    """
+
+    def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
+        kernel.book.leave_in_graph(fuse(graph))
+        return splitting_ops
+
+    return rewrite
 
 
 def _rewriting(original: Any, parts: dict[str, GraphRewrite]) -> Any:

@@ -20,7 +20,7 @@ from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
+from patcher.integrate.vllm.graph_seam import BACKENDS, counted_rewrite, graph_rewrite
 from patcher.integrate.vllm.roles import route_graph
 from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
 from patcher.integrate.vllm.roles.fused_experts import (
@@ -73,14 +73,11 @@ class AddNormRoute(FusedExperts):
         kept = _Routed(kernel)
         self._library, operation = _operator(f"add_norm_route_{kernel.book.digest[:12]}", kept)
 
-        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            known = route_graph.fuse(
-                graph, operation, f"patcher::{AddRmsNorm.op}_", lambda *at: top_k_of(self, *at)
-            )
-            kernel.book.leave_in_graph(known)
-            return splitting_ops
+        def fuse(graph: fx.GraphModule) -> list[str]:
+            prefix = f"patcher::{AddRmsNorm.op}_"
+            return route_graph.fuse(graph, operation, prefix, lambda *at: top_k_of(self, *at))
 
-        self._put_in(rewrite, kept.take, counted(kernel))
+        self._put_in(counted_rewrite(kernel, fuse), kept.take, counted(kernel))
 
 
 class _Routed:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
-from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
+from patcher.integrate.vllm.graph_seam import BACKENDS, counted_rewrite, graph_rewrite
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles import embed_norm_graph
 from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS
@@ -71,13 +70,8 @@ class EmbedNorm(VllmPoint):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         operation = kernel.op(_engines_own())
-
-        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            kernel.book.reasons.update(embed_norm_graph.fuse(graph, operation))
-            return splitting_ops
-
         place = graph_rewrite(self.name)
-        place.install(rewrite)
+        place.install(counted_rewrite(kernel, lambda it: embed_norm_graph.fuse(it, operation)))
         self._swaps = [place]
         self.name_lost_fusions()
 

@@ -20,7 +20,7 @@ from torch import fx
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
+from patcher.integrate.vllm.graph_seam import BACKENDS, counted_rewrite, graph_rewrite
 from patcher.integrate.vllm.roles import experts_graph
 from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
 from patcher.integrate.vllm.roles.experts_graph import FusedOperators
@@ -80,12 +80,10 @@ class ExpertsToNorm(FusedExperts):
         )
         operators = FusedOperators(experts, kernel.op(_two_kernels()), f"patcher::{AddRmsNorm.op}_")
 
-        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            known = experts_graph.fuse(graph, operators, lambda *at: top_k_of(self, *at))
-            kernel.book.leave_in_graph(known)
-            return splitting_ops
+        def fuse(graph: fx.GraphModule) -> list[str]:
+            return experts_graph.fuse(graph, operators, lambda *at: top_k_of(self, *at))
 
-        self._put_in(rewrite, unsummed.take, counted(kernel))
+        self._put_in(counted_rewrite(kernel, fuse), unsummed.take, counted(kernel))
 
 
 class _Unsummed:

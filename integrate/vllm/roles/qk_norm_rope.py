@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
+from patcher.integrate.vllm.graph_seam import counted_rewrite
 from patcher.integrate.vllm.roles import qk_norm_rope_graph
 from patcher.integrate.vllm.roles.add_norm import LAYERNORM, unlike_norm
 from patcher.integrate.vllm.roles.marked_rotation import (
@@ -51,11 +51,7 @@ class QkNormRope(MarkedRotation):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         operation = kernel.op(_engines_own())
-
-        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            kernel.book.leave_in_graph(qk_norm_rope_graph.fuse(graph, operation))
-            return splitting_ops
-
+        rewrite = counted_rewrite(kernel, lambda it: qk_norm_rope_graph.fuse(it, operation))
         self._put_in(kernel, operation, rewrite)
 
     def of_role(self, layer: Any) -> bool:

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
-from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
+from patcher.integrate.vllm.graph_seam import BACKENDS, counted_rewrite, graph_rewrite
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles import norm_quant_graph
 from patcher.integrate.vllm.roles.norm import RmsNorm
@@ -87,14 +86,10 @@ class RmsNormQuantFp8(VllmPoint):
         for mark in norm_quant_graph.MARKS:
             keep(mark)
 
-        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
-            kernel.book.reasons.update(norm_quant_graph.fuse(graph, operation))
-            return splitting_ops
-
         quantiser, graph = self._places()
         self._swaps = [quantiser, graph]
         quantiser.install(_marking(kernel))
-        graph.install(rewrite)
+        graph.install(counted_rewrite(kernel, lambda it: norm_quant_graph.fuse(it, operation)))
         self.name_lost_fusions()
 
     def _places(self) -> tuple[SharedPatch, SharedPatch]:

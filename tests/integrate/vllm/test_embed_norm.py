@@ -167,6 +167,9 @@ def test_another_beginning_stays_vllms_own_and_is_told(
     torch.testing.assert_close(found, expected)
     assert not kernel.book.calls
     assert dict(kernel.book.fallbacks) == {reason: 1}
+    assert kernel.book.compiled_out == kernel.book.reasons, (
+        "a process that loads the graph counts none"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

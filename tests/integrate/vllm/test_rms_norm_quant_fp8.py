@@ -309,6 +309,7 @@ def test_another_chain_stays_vllms_own_and_is_told(
     assert not kernel.book.calls
     counted = 2 if reason.startswith("another") else 1
     assert dict(kernel.book.fallbacks) == {reason: counted}
+    assert kernel.book.compiled_out[reason] == counted, "a process that loads the graph counts none"
     assert not {"enter", "leave", "left_alone"} & {*run.graph}
 
 
