@@ -2,8 +2,9 @@
 
 Each side's server is a fresh process, started in ABBA order, alone on the device. It is warmed up,
 then a client drives it over HTTP at each point. Where an engine compiles when it starts, a server
-that is not measured does so before the side's first one on a machine. Every process that was
-measured is a file in a folder, so that the same command goes on after a stop, or with more pairs.
+that is not measured does so before the side's first one on a host. Every process that was measured
+is a file in a folder, so that the same command goes on after a stop, or with more pairs. On several
+GPUs at a time it shares the pairs out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from patcher.ab.bench_client import BenchClient
 from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.receipt_counts import calls_between
-from patcher.ab.record_files import read_record, write_record
+from patcher.ab.served_folder import ServedFolder
 from patcher.ab.served_records import (
     ServedHeader,
     ServedJob,
@@ -51,7 +52,6 @@ from patcher.bench.ab.served import (
     ServedRun,
     ServingTrace,
     StalledRun,
-    arm_orders,
     requests_of,
     run_of,
 )
@@ -64,6 +64,8 @@ from patcher.bench.machine.environment import describe, device_memory_held
 from patcher.bench.stats.comparison import Arm
 from patcher.integrate import Patch, engine_wants
 
+WAIT_S = 2.0
+"""Seconds until who waits for the pairs of others looks again."""
 TRIES = 3
 """Most runs at a point of a process; one that stalled is taken again, in either arm."""
 RECEIPTS_S = 1.5
@@ -93,30 +95,25 @@ def compare_served(
     """
     refuse_many_points(job.points)
     header, installed = header_of(job, sides)
-    folder = keep / header.folder_name
-    folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder / "header.json", header)
-    progress(ABPhase.READY, f"each process is kept in {folder}", 0, 2 * job.process_pairs)
-    processes: list[ServedProcess] = []
+    folder = ServedFolder(keep / header.folder_name, header, job.process_pairs)
+    progress(ABPhase.READY, f"each process is kept in {folder.path}", 0, 2 * job.process_pairs)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
-        machine = hashlib.sha256(f"{platform.node()} {clocks.gpu}".encode()).hexdigest()[:12]
-        _forget_halves(folder, machine, job.process_pairs)
-        for index, (number, arm) in enumerate(arm_orders(job.process_pairs)):
-            path = _path(folder, number, arm)
-            if not path.is_file():
-                which = ARMS.index(arm)
-                taking = Taking(job, header, sides[which], installed[which], clocks, progress)
-                before = {(one.arm, one.machine) for one in processes}
-                if compiles(job.workload.engine) and (arm, machine) not in before:
-                    taking.compile(number, arm, index, sides[0].python)
-                # one client measures both sides
-                taken = taking.process(number, arm, index, sides[0].python)
-                write_record(path, taken.model_copy(update={"machine": machine}))
-            processes.append(_read(path))
+        machine = _digest(f"{platform.node()} {clocks.gpu}")
+        takings = [
+            Taking(job, header, side, one, clocks, progress)
+            for side, one in zip(sides, installed, strict=True)
+        ]
+        while missing := folder.missing():
+            if not any(_take_pair(folder, number, machine, takings) for number in missing):
+                pairs = ", ".join(map(str, missing))
+                said = f"another process measures pair {pairs}"
+                progress(ABPhase.READY, said, folder.taken, 2 * job.process_pairs)
+                time.sleep(WAIT_S)
         described = clocks.description
+    processes = folder.processes()
     return ServedResult(
         header=header,
-        processes=tuple(processes),
+        processes=processes,
         comparison=judge_served(header, processes, job.margin_pct, job.flags_no_faster),
         clocks=described,
         environment=describe(job.workload.device, job.workload.threads, described),
@@ -124,20 +121,29 @@ def compare_served(
     )
 
 
-def _path(folder: Path, number: int, arm: Arm) -> Path:
-    return folder / f"pair-{number}-{arm}.json"
+def _take_pair(folder: ServedFolder, number: int, machine: str, takings: Sequence[Taking]) -> bool:
+    """Measure what is missing of a pair; whether no other process has it.
+
+    Args:
+        takings: of the arms, the baseline first.
+    """
+    python = takings[0].side.python  # one client measures both sides
+    with folder.claimed(number, machine) as mine:
+        for arm in folder.order(number) if mine else ():
+            if folder.has(number, arm):
+                continue
+            taking = takings[ARMS.index(arm)]
+            if compiles(taking.job.workload.engine):
+                with folder.compiling(arm, _digest(platform.node())) as needed:
+                    if needed:
+                        taking.compile(number, arm, folder.taken, python)
+            taken = taking.process(number, arm, folder.taken, python)
+            folder.keep(taken.model_copy(update={"machine": machine}))
+    return mine
 
 
-def _read(path: Path) -> ServedProcess:
-    return read_record(path, ServedProcess, f"remove {path} to measure it again")
-
-
-def _forget_halves(folder: Path, machine: str, pairs: int) -> None:
-    """Remove what was measured on another machine of a pair that is not complete."""
-    for number in range(pairs):
-        found = [path for arm in ARMS if (path := _path(folder, number, arm)).is_file()]
-        if len(found) == 1 and _read(found[0]).machine != machine:
-            found[0].unlink()
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def with_patches(

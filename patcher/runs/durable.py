@@ -134,11 +134,27 @@ def held_alone(path: Path, doing: str) -> Iterator[None]:
     Raises:
         UsageError: another process holds it.
     """
-    with path.open("ab") as held:
+    with held_if_free(path) as free:
+        if not free:
+            raise UsageError(f"another process {doing} in {path.parent}", "wait until it has ended")
+        yield
+
+
+@contextlib.contextmanager
+def held_if_free(path: Path) -> Iterator[bool]:
+    """Hold a file, which is made if need be, if no other process holds it; yields whether."""
+    with path.open("ab") as file:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when its holder dies
-        except BlockingIOError as error:
-            raise UsageError(
-                f"another process {doing} in {path.parent}", "wait until it has ended"
-            ) from error
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when its holder dies
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a file, which is made if need be; waits while another process holds it."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,7 +12,10 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,7 @@ from patcher.ab import served
 from patcher.ab.served import compare_served, with_patches
 from patcher.ab.served_records import (
     ServedHeader,
+    ServedJob,
     ServedProcess,
     ServedResult,
     ServedSide,
@@ -53,6 +57,7 @@ from patcher.commands.console import app
 from patcher.integrate import Receipt
 from patcher.integrate import vllm as vllm_plugin
 from patcher.report.served import served_html, served_markdown
+from patcher.runs.durable import held_alone
 from patcher.show.served import served_lines
 
 ID, DIGEST = "double.norm", "0" * 64
@@ -152,6 +157,40 @@ def test_no_process_that_is_measured_has_compiled(
     assert [one.partition(", ")[2] for one in starts(3)[:2]] == once
 
 
+def test_several_gpus_share_the_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of the same command at a time, here threads; each stands for a GPU of one host."""
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+    monkeypatch.setattr(served, "WAIT_S", 0.05)
+    told: list[str] = []
+
+    def compared(job: ServedJob) -> ServedResult:
+        return compare_served(
+            job, (SLOW, FAST), tmp_path, lambda phase, said, *at: told.append(said)
+        )
+
+    job = replace(JOB, process_pairs=4, points=POINTS[:1])
+    with ThreadPoolExecutor(2) as pool:
+        one, other = (task.result() for task in [pool.submit(compared, job) for _ in range(2)])
+    assert one.processes == other.processes
+    assert one.comparison == other.comparison
+    starts = Counter(said for said in told if said.startswith("starting the server"))
+    assert starts == {
+        **{f"starting the server, {arm}": 4 for arm in served.ARMS},
+        **{f"starting the server, {arm}, which only compiles": 1 for arm in served.ARMS},
+    }
+    # a pair whose holder ends without it is taken by who waits
+    [folder] = tmp_path.glob("served-*")
+    waits = "another process measures pair 4"
+    with ThreadPoolExecutor(1) as pool, held_alone(folder / "pair-4.lock", "measures it"):
+        five = pool.submit(compared, replace(job, process_pairs=5))
+        deadline = time.monotonic() + 60
+        while waits not in told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert folder.joinpath("pair-4.lock").is_file()
+    assert waits in told
+    assert len(five.result(timeout=60).processes) == 10
+
+
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
     silent_one = PatchedSide("fast", {"token_ms": 2})
     job = replace(JOB, process_pairs=1, points=POINTS[:1])
@@ -167,7 +206,7 @@ def test_a_server_that_dies_says_its_last_words(tmp_path: Path) -> None:
     broken = SideSetup("broken", {"no_such_option": 1})
     with pytest.raises(PatcherError, match="unrecognized arguments: --no-such-option"):
         compare_served(JOB, (broken, FAST), tmp_path, silent)
-    assert not list(tmp_path.glob("served-*/pair-*"))
+    assert not list(tmp_path.glob("served-*/pair-*.json"))
 
 
 def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""The folder of a comparison as it is served: a file for each process, shared by who measures.
+
+The same command may run on several GPUs at a time, or on hosts that share the folder. Each process
+pair is taken by one of them, on one GPU; all wait for the last one and decide alike. A lock is
+freed when its holder dies, and its pair is taken by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from patcher.ab.record_files import read_record, write_record
+from patcher.ab.served_records import ServedHeader, ServedProcess
+from patcher.bench.ab.served import arm_orders
+from patcher.bench.stats.comparison import Arm
+from patcher.runs.durable import held, held_if_free
+
+
+class ServedFolder:
+    """What is measured of one comparison.
+
+    Args:
+        path: the folder; it is made if need be.
+        header: what all of its processes share.
+        pairs: process pairs that are wanted.
+    """
+
+    def __init__(self, path: Path, header: ServedHeader, pairs: int) -> None:
+        self.path, self._pairs = path, pairs
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "header.json").is_file():
+            write_record(path / "header.json", header)
+
+    @property
+    def taken(self) -> int:
+        """Processes that are measured."""
+        return sum(self._file(*one).is_file() for one in arm_orders(self._pairs))
+
+    def missing(self) -> list[int]:
+        """Numbers of the pairs that are not whole."""
+        lacking = (number for number, arm in arm_orders(self._pairs) if not self.has(number, arm))
+        return list(dict.fromkeys(lacking))
+
+    def has(self, number: int, arm: Arm) -> bool:
+        """Whether that process is measured."""
+        return self._file(number, arm).is_file()
+
+    def processes(self) -> tuple[ServedProcess, ...]:
+        """All processes, in the order of their pairs.
+
+        Raises:
+            VerificationError: a file is damaged.
+        """
+        return tuple(self._read(*one) for one in arm_orders(self._pairs))
+
+    def keep(self, process: ServedProcess) -> None:
+        """Write what was measured of a process."""
+        write_record(self._file(process.pair, process.arm), process)
+
+    def order(self, number: int) -> list[Arm]:
+        """The arms of a pair, in the order in which they are measured."""
+        return [arm for one, arm in arm_orders(number + 1) if one == number]
+
+    @contextmanager
+    def claimed(self, number: int, machine: str) -> Iterator[bool]:
+        """Take a pair: whether it is free. A half that another machine measured is removed.
+
+        Args:
+            machine: digest of the host and its GPU.
+        """
+        with held_if_free(self.path / f"pair-{number}.lock") as mine:
+            if mine:
+                there = [arm for arm in self.order(number) if self.has(number, arm)]
+                if len(there) == 1 and self._read(number, there[0]).machine != machine:
+                    self._file(number, there[0]).unlink()
+            yield mine
+
+    @contextmanager
+    def compiling(self, arm: Arm, host: str) -> Iterator[bool]:
+        """Whether a side was not yet compiled on a host; waits while another process does it.
+
+        Args:
+            host: digest of the host's name.
+        """
+        done = self.path / f"compiled-{arm}-{host}"
+        with held(done.with_suffix(".lock")):
+            needed = not done.exists()
+            yield needed
+            done.touch()
+
+    def _file(self, number: int, arm: Arm) -> Path:
+        return self.path / f"pair-{number}-{arm}.json"
+
+    def _read(self, number: int, arm: Arm) -> ServedProcess:
+        path = self._file(number, arm)
+        return read_record(path, ServedProcess, f"remove {path} to measure it again")
