@@ -1,6 +1,6 @@
 """Where does the time go? This package reads or captures a profile and ranks its kernels."""
 
-from patcher.hotspot.capture import NSYS_OPTIONS, capture
+from patcher.hotspot.capture import NSYS_OPTIONS, capture, capture_batches
 from patcher.hotspot.classify import classify
 from patcher.hotspot.compare import ProfileComparison, compare
 from patcher.hotspot.ledger import LedgerRow, ledger
@@ -24,6 +24,7 @@ __all__ = [
     "ProfileWarning",
     "StepLedger",
     "capture",
+    "capture_batches",
     "classify",
     "compare",
     "find_nsys",

@@ -1,8 +1,10 @@
-"""The profiled program: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
+"""The profiled program: `python -P -m patcher.hotspot.target WORKLOADS_JSON STEPS MODE [OUT ...]`.
 
-It loads the model, warms up and decodes inside the capture range and the NVTX range `decode`. Each
-step has a range `step`, and the parts of a layer have ranges `module::CLASS`. `MODE` is `nsys`
-(profiled from outside) or `torch`. An expected error is printed as one line on stderr.
+It loads the model for the largest of the workloads, which differ in batch alone. For each of them
+it warms up and decodes inside a capture range and an NVTX range `decode` of its own. Each step has
+a range `step`, and the parts of a layer have ranges `module::CLASS`. `MODE` is `nsys` (profiled
+from outside) or `torch`, which writes a file `OUT` of each. An expected error is printed as one
+line on stderr.
 
 NVTX ranges are those of the `nvtx` package, which needs neither CUDA nor PyTorch: they cost next to
 nothing where no profiler listens.
@@ -13,15 +15,16 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from patcher.bench import MissingError, PatcherError, Workload
-from patcher.bench.engines import Decoder, Decoding, open_decoder
+from patcher.bench.engines import Decoder, Decoding, open_decoder, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.hotspot.capture import ERROR
 from patcher.hotspot.names import MODULE, is_whole, is_within, module_name, row_name, with_sizes
@@ -31,28 +34,34 @@ WARM_UP_STEPS = 4
 
 def main() -> int:
     """Run the program with the arguments of the command line; return its exit code."""
-    workload = Workload.model_validate_json(sys.argv[1])
-    out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    workloads = TypeAdapter(list[Workload]).validate_json(sys.argv[1])
+    steps, mode, outs = int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     try:
-        with memory_errors(workload):
-            _profile(workload, out, steps, mode)
+        _profile(workloads, steps, None if mode == "nsys" else [Path(out) for out in outs])
     except PatcherError as error:
         print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
-def _profile(workload: Workload, out: Path, steps: int, mode: str) -> None:
+def _profile(workloads: Sequence[Workload], steps: int, outs: Sequence[Path] | None) -> None:
+    """Profile each batch; `outs` are the files of torch.profiler, None under nsys."""
     push, pop = nvtx_ranges()
-    engine = open_decoder(workload)
-    decoding = engine.prefill(engine.prompts(workload.seed))
-    engine.decode(decoding, WARM_UP_STEPS)
-    if mode == "nsys":
-        with _modules_of(engine, push, pop), capture_range(), nvtx_range("decode"):
-            decode_steps(engine, decoding, steps)
-            torch.cuda.synchronize()
-    else:
-        with_torch_profiler(engine, decoding, steps, out)
+    largest = max(workloads, key=lambda workload: workload.batch)
+    with memory_errors(largest):
+        engine = open_decoder(largest)
+    for index, workload in enumerate(workloads):
+        with memory_errors(workload):
+            prompts = random_prompts(workload, engine.vocab_size, workload.seed)
+            decoding = engine.prefill(prompts)
+            engine.decode(decoding, WARM_UP_STEPS)
+            if outs is None:
+                with _modules_of(engine, push, pop), capture_range(), nvtx_range("decode"):
+                    decode_steps(engine, decoding, steps)
+                    torch.cuda.synchronize()
+            else:
+                with_torch_profiler(engine, decoding, steps, outs[index])
+            engine.release(decoding)
 
 
 def nvtx_ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:

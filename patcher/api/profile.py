@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +13,13 @@ from patcher.bench import (
     FilePaths,
     Threads,
     UsageError,
-    Workload,
     as_paths,
     check_arguments,
     presets,
 )
+from patcher.captures import capture_here
 from patcher.extras import names_its_extra
-from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read
+from patcher.hotspot import Hotspot, KernelStat, Profile, read
 from patcher.hotspot.read import UNNAMED
 from patcher.ledgers import with_ledger, with_ledger_of
 from patcher.places import places_in
@@ -148,7 +146,8 @@ def profile(
         gpu: the GPU of a file that does not name it, for the ledger.
         engine: the engine that runs the model, to capture.
         device: `cpu` or `cuda`, to capture; by default CUDA where there is one.
-        batch: sequences in a decode step; the preset's by default.
+        batch: sequences in a decode step; the preset's by default. One a call; `patcher profile
+            --batch 1,8,64` captures several in one run of the engine.
         input_len: prompt tokens of a sequence, to capture.
         output_len: decode steps, to capture.
         weights: `random`, `hub` or `local`, to capture.
@@ -224,40 +223,11 @@ def profile(
             model, device, engine, batch, input_len, output_len, weights, threads
         )
         folder = None if keep is None else Path(keep)
-        found, _ = capture_here(workload, folder, [Path(one) for one in as_paths(patches)], report)
+        bundles = [Path(one) for one in as_paths(patches)]
+        [found], _ = capture_here([workload], folder, bundles, lambda stage: report(stage, 0, 1))
         if ledger:
             found = with_ledger_of(found, workload)
         return _result(found)
-
-
-def capture_here(
-    workload: Workload,
-    keep: Path | None,
-    bundles: Sequence[Path],
-    report: StageReport,
-) -> tuple[Profile, tuple[str, ...]]:
-    """Profile a workload on this machine, with these patches in.
-
-    Args:
-        keep: folder for the captured files; None: they are removed.
-
-    Returns:
-        The profile, and for each patch in words how often it ran.
-    """
-    say: Callable[[str], None] = lambda stage: report(stage, 0, 1)  # noqa: E731
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = keep or scratch / "capture"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not bundles:
-            return capture(
-                workload, folder, say, places=places_in(workload.model, workload.engine)
-            ), ()
-        from patcher.ab.patched_capture import capture_patched
-        from patcher.integrate import open_bundle
-
-        patches = [stack.enter_context(open_bundle(bundle)) for bundle in bundles]
-        return capture_patched(workload, patches, folder, scratch / "store", say)
 
 
 def _result(found: Profile) -> ProfileResult:

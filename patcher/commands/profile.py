@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.rule import Rule
 from rich.text import Text
 
-from patcher.bench import UsageError
+from patcher.bench import SCHEMA_VERSION, UsageError
 from patcher.commands.console import Device, Engine, Json, Output, app, examples
-from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
+from patcher.commands.workloads import Batches, Prompt, Steps, Weights, batches_of, workload_of
 
 if TYPE_CHECKING:  # every other command starts without the readers
-    from patcher.hotspot import ProfileWarning
+    from patcher.hotspot import Profile, ProfileWarning
 
 
 @app.command()
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # every other command starts without the readers
     "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
     "patcher profile --compare stock.sqlite patched.sqlite",
     "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
+    "patcher profile gpt-oss-20b --engine vllm --batch 1,8,64 --ledger   (one start for all)",
     "patcher profile gpt-oss-20b --engine vllm --patch norm.zip --keep patched",
     "patcher profile gpt-oss-tiny   (operators on this CPU)",
 )
@@ -91,7 +94,7 @@ def profile(
     ] = None,
     engine: Engine = "transformers",
     device: Device = None,
-    batch: Batch = None,
+    batch: Batches = None,
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
@@ -124,10 +127,18 @@ def profile(
     from patcher.hotspot.read import UNNAMED
     from patcher.ledgers import with_ledger, with_ledger_of
     from patcher.places import places_in
-    from patcher.show.profile import compare_table, profile_tables, wide_columns
-    from patcher.show.step_ledger import ledger_tables
+    from patcher.show.profile import compare_table
 
     output = Output(as_json)
+    batches = batches_of(batch)
+    several, one_batch = len(batches) > 1, next(iter(batches), None)
+    if several and (source or compare_files):
+        raise UsageError(
+            f"--batch {batch} captures several batches, and a file has the steps of one",
+            "give the batch that was profiled, or leave out --from and --compare",
+        )
+    if several and plot_file:
+        raise UsageError("--plot draws one profile", "leave it out, or give one batch")
     if patches and (source or compare_files):
         raise UsageError("--patch applies only to a capture", "leave out --from and --compare")
     if gpu and not (ledger and source):
@@ -136,7 +147,7 @@ def profile(
         if source or minus or plot_file or ledger:
             raise UsageError("--compare takes two files and no other", "leave the others out")
         before, after = (
-            read(path, model or UNNAMED, window=window, batch=batch, force=force)
+            read(path, model or UNNAMED, window=window, batch=one_batch, force=force)
             for path in compare_files
         )
         _warn(output, (*before.warnings, *after.warnings))
@@ -154,26 +165,35 @@ def profile(
                 window=window,
                 minus=minus,
                 ncu=ncu,
-                batch=batch,
+                batch=one_batch,
                 steps=steps,
                 force=force,
                 places=places_in(model),
             )
             if ledger:
                 bar("ledger", 0, 1)
-                found = with_ledger(found, model, batch=batch, context=input_len, gpu=gpu)
+                found = with_ledger(found, model, batch=one_batch, context=input_len, gpu=gpu)
     else:
         if minus or ncu or window:
             raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
-        workload = workload_of(model, device, engine, batch, input_len, output_len, weights)
-        from patcher.api.profile import capture_here
+        most = max(batches, default=None)  # which the engine must take
+        workload = workload_of(model, device, engine, most, input_len, output_len, weights)
+        traffic = batches or (workload.batch,)
+        workloads = [workload.model_copy(update={"batch": batch}) for batch in traffic]
+        from patcher.captures import capture_here
 
         with output.progress() as bar:
-            found, told = capture_here(workload, keep, patches or [], bar)
+            captured, told = capture_here(
+                workloads, keep, patches or [], lambda stage: bar(stage, 0, 1)
+            )
             if ledger:
-                found = with_ledger_of(found, workload)
+                captured = tuple(map(with_ledger_of, captured, workloads))
         for line in told:
             output.err.print(Text(line))
+        if several:
+            _show_batches(output, batches, captured, top, wide)
+            return 0
+        [found] = captured
     _warn(output, found.warnings)
     if plot_file is not None:
         from patcher.report import plot
@@ -183,12 +203,8 @@ def profile(
         except OSError as error:
             message = f"cannot write the plot to {plot_file}: {error.strerror}"
             raise UsageError(message, "give a file in a folder that exists") from error
-    if wide:
-        output.out.width = max(output.out.width, wide_columns(found))
-    if found.ledger is not None:
-        output.emit(found, *ledger_tables(found.ledger, f"{found.model}: {found.source}"))
-    else:
-        output.emit(found, *profile_tables(found, top, wide))
+    _widen(output, [found] if wide else [])
+    output.emit(found, *_tables(found, top, wide))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)
     return 0
@@ -198,3 +214,47 @@ def _warn(output: Output, warnings: Iterable[ProfileWarning]) -> None:
     for warning in warnings:
         if not output.as_json:
             output.err.print(f"[yellow]{warning.kind}:[/]", Text(warning.message))
+
+
+def _tables(found: Profile, top: int | None, wide: bool) -> Iterator[RenderableType]:
+    from patcher.show.profile import profile_tables
+    from patcher.show.step_ledger import ledger_tables
+
+    if found.ledger is not None:
+        return ledger_tables(found.ledger, f"{found.model}: {found.source}")
+    return profile_tables(found, top, wide)
+
+
+def _widen(output: Output, profiles: Sequence[Profile]) -> None:
+    """Make room for whole names."""
+    from patcher.show.profile import wide_columns
+
+    output.out.width = max([output.out.width, *map(wide_columns, profiles)])
+
+
+def _show_batches(
+    output: Output,
+    batches: Sequence[int],
+    profiles: Sequence[Profile],
+    top: int | None,
+    wide: bool,
+) -> None:
+    """The tables of each batch, and its step beside those of the others if ledgers are there."""
+    from patcher.show.step_ledger import batches_table
+
+    _widen(output, profiles if wide else [])
+    shown: list[RenderableType] = []
+    for batch, profile in zip(batches, profiles, strict=True):
+        shown += [Rule(f"batch {batch}", align="left"), *_tables(profile, top, wide)]
+    ledgers = [profile.ledger for profile in profiles if profile.ledger is not None]
+    if ledgers:
+        shown.append(batches_table(ledgers))
+    for warning in dict.fromkeys(warning for profile in profiles for warning in profile.warnings):
+        at = [str(b) for b, one in zip(batches, profiles, strict=True) if warning in one.warnings]
+        message = f"batch {', '.join(at)}: " if len(at) < len(batches) else ""
+        _warn(output, [warning.model_copy(update={"message": message + warning.message})])
+    rows = [
+        {"batch": batch, "profile": profile.model_dump(mode="json")}
+        for batch, profile in zip(batches, profiles, strict=True)
+    ]
+    output.emit({"schema_version": SCHEMA_VERSION, "profiles": rows}, *shown)

@@ -35,6 +35,22 @@ def ledger_tables(ledger: StepLedger, title: str) -> Iterator[RenderableType]:
     yield Text("\n".join(ledger.sentences()))
 
 
+def batches_table(ledgers: Sequence[StepLedger]) -> Table:
+    """The steps of one model at several batches beside each other."""
+    table = Table(title="the step at each batch", title_justify="left")
+    for name in ("batch", "step us", "floor us", "of light", "launches"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for ledger in ledgers:
+        table.add_row(
+            str(ledger.batch),
+            f"{ledger.step_ns / 1e3:,.0f}",
+            "" if ledger.floor_ns is None else f"{ledger.floor_ns / 1e3:,.0f}",
+            "" if ledger.sol_pct is None else f"{ledger.sol_pct:.0f}%",
+            f"{ledger.launches:.0f}",
+        )
+    return table
+
+
 def _roles(ledger: StepLedger, title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("role", "MB", "floor us", "us", "gap us", "of floor", "gap"):

@@ -36,7 +36,7 @@ class Listener:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, steps: int) -> int:
-    arguments = ["target", TINY.model_dump_json(), str(out), str(steps), "torch"]
+    arguments = ["target", f"[{TINY.model_dump_json()}]", str(steps), "torch", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
     return target.main()
 
