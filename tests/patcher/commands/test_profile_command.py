@@ -72,6 +72,13 @@ def test_two_profiles_are_compared() -> None:
         (["--from", str(SUMMARY), "--minus", str(SUMMARY)], "does not hold more work"),
         (["--ncu", str(SUMMARY)], "go with --from"),
         (["--from", str(EXPORT), "--top", "0"], "--top"),
+        (["--from", str(EXPORT), "--batch", "1,8"], "a file has the steps of one"),
+        (["--compare", str(EXPORT), str(EXPORT), "--batch", "1,8"], "a file has the steps of one"),
+        (["--batch", "1,8", "--plot", "x.svg"], "--plot draws one profile"),
+        (["--batch", "0,8"], "--batch '0,8' is no batch"),
+        (["--batch", "a"], "--batch 'a' is no batch"),
+        (["--batch", "1,"], "--batch '1,' is no batch"),
+        (["--batch", "8,8"], "names a batch twice"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], said: str) -> None:
@@ -97,3 +104,24 @@ def test_a_graph_level_trace_needs_force(tmp_path: Path) -> None:
 
 def test_without_a_model_there_is_nothing_to_profile() -> None:
     assert "no model was named" in profile(code=2).stderr
+
+
+def test_several_batches_are_a_document_and_tables(tmp_path: Path) -> None:
+    tiny = ("gpt-oss-tiny", "--device", "cpu", "--input-len", 4, "--ledger")
+    done = profile(*tiny, "--batch", "1,3", "--json", "--keep", tmp_path)
+    document = json.loads(done.stdout)
+    assert list(document) == ["schema_version", "profiles"]
+    assert [one["batch"] for one in document["profiles"]] == [1, 3]
+    assert [one["profile"]["ledger"]["batch"] for one in document["profiles"]] == [1, 3]
+    assert (tmp_path / "torch.batch3.json").is_file()
+    shown = profile(*tiny, "--batch", "3,2")
+    *tables, together = shown.stdout.split("the step at each batch")
+    heads = [line.split()[1] for line in "".join(tables).splitlines() if line.startswith("batch ")]
+    assert [head.rstrip(",") for head in heads] == ["3", "3", "2", "2"], "title and last lines"
+    rows = [
+        line.split()[1]
+        for line in together.splitlines()
+        if line.startswith("\N{BOX DRAWINGS LIGHT VERTICAL}")
+    ]
+    assert rows == ["3", "2"]
+    assert shown.stderr.count("cpu_operators") == 1
