@@ -312,8 +312,8 @@ class Trial:
         self.state.check("runs", True, f"{self.compared} calls in a process of their own")
         guards = "red zones whole, read-only tensors and buffers of calls never made unchanged"
         self.state.check("guards", True, guards)
-        honest = self.op.accuracy_baseline
-        values = f"{self.compared} seeded cases against float64, by the error of {honest}"
+        least = self.op.accuracy_name
+        values = f"{self.compared} seeded cases against float64, by the error of {least}"
         self.state.check("values", True, values)
         lived = time.monotonic() - self.begin
         after = f"right to the last of {self.calls} calls, {lived:.1f} s after it was loaded"

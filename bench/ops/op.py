@@ -144,6 +144,24 @@ class Op:
             )
         return name
 
+    @cached_property
+    def accuracy(self) -> Callable[[str], Callable[..., Any]]:
+        """Factory of what limits a candidate's error: the accuracy baseline, or `ACCURACY` in
+        `baselines.py`, which is never timed. It is for arithmetic that the contract allows and that
+        no baseline shows at its worst.
+        """
+        own: Callable[[str], Callable[..., Any]] | None = getattr(
+            _load(self.folder / "baselines.py"), "ACCURACY", None
+        )
+        return own or self.baselines[self.accuracy_baseline]
+
+    @property
+    def accuracy_name(self) -> str:
+        """Of `accuracy`, as verdicts call it."""
+        shared = self.baselines[self.accuracy_baseline]
+        own = self.accuracy is not shared
+        return self.accuracy.__name__.replace("_", " ") if own else self.accuracy_baseline
+
     def sweep(self, device: str, name: str | None = None) -> Sweep:
         """The sweep of that name, or the first one for the device.
 

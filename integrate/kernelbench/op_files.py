@@ -92,7 +92,7 @@ def op_files(
         "op.toml": toml,
         "reference.py": REFERENCE.format(**values),
         "inputs.py": INPUTS.format(**values),
-        "baselines.py": BASELINES.format(**values),
+        "baselines.py": BASELINES.format(**values) + (TRUNCATED if precision.tf32 else ""),
         RECORD: record.model_dump_json(indent=1) + "\n",
     }
     return {f"{contract.name}/{name}": text.encode() for name, text in files.items()}
@@ -271,4 +271,41 @@ def compiled(device):
 
 BASELINES = {{"eager": eager, "torch.compile": compiled}}
 ACCURACY_BASELINE = "eager"
+'''
+
+TRUNCATED = '''
+
+PRODUCTS = {"mm": 0, "bmm": 0, "linear": 0, "matmul": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+"""Where a product's first operand is among its arguments; its second one is next to it."""
+UNREAD = 0x1FFF
+"""Bits of a float32 number that a tensor core does not read."""
+
+
+class _Truncating(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        at = PRODUCTS.get(function.overloadpacket.__name__)
+        if at is not None:
+            operands = [_truncated(each) for each in args[at : at + 2]]
+            args = (*args[:at], *operands, *args[at + 2 :])
+        return function(*args, **(kwargs or {}))
+
+
+def _truncated(operand):
+    if operand.dtype != torch.float32:
+        return operand
+    return (operand.contiguous().view(torch.int32) & ~UNREAD).view(torch.float32)
+
+
+def truncated_TF32(device):
+    """Eager, but operands of products lose the bits that tensor cores do not read, as in kernels
+    that hand them float32 (Triton's, torch.compile's). Libraries round first, and err less."""
+
+    def run(*arguments):
+        with _Truncating():
+            return eager(device)(*arguments)
+
+    return run
+
+
+ACCURACY = truncated_TF32
 '''

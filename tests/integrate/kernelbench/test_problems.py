@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
 from patcher.bench.judge import JudgeSettings, open_judge, regimes
+from patcher.bench.judge.accuracy import explain_mismatch
 from patcher.cli import main
 from patcher.integrate import import_kernel
 from patcher.integrate.formats.foreign_contract import Refused
@@ -214,6 +215,38 @@ def test_columns_of_precision_are_ops_of_their_own(places: dict[str, Path]) -> N
         errors[name] = float((baseline(*values.values())[0] - exact).abs().max())
     assert exact.dtype == torch.float64
     assert 1e-9 < errors[OP] < 1e-5 < 1e-3 < errors[f"{OP}_bf16"]
+
+
+@pytest.mark.parametrize("regime", ["normal", "signed"])
+def test_tf32_may_be_truncated_and_no_less_than_tf32(places: dict[str, Path], regime: str) -> None:
+    """Tensor cores do not read the last 13 bits of a float32 operand: Triton's products, and those
+    that torch.compile makes, err twice as much as libraries that round first."""
+    op = load_op(f"{OP}_tf32")
+    point = op.contract.sweeps[0].points()[0]
+    values = op.inputs.make(point, torch.Generator().manual_seed(3), regime)
+    exact = op.reference(**values)["output"]
+    (allowed,) = op.accuracy("cpu")(*values.values())
+    assert op.accuracy_name == "truncated TF32"
+
+    def said(rounded: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+        operands = {name: rounded(values[name]) for name in ("x", "linear_weight")}
+        found = op.reference(**{**values, **operands})["output"].float()
+        return explain_mismatch(found, allowed, exact, op.contract.longest_sum(point))
+
+    def truncated(value: torch.Tensor) -> torch.Tensor:
+        return (value.view(torch.int32) >> 13 << 13).view(torch.float32)
+
+    def nearest(value: torch.Tensor) -> torch.Tensor:
+        return (value.view(torch.int32) + 0xFFF >> 13 << 13).view(torch.float32)
+
+    assert said(truncated) is None
+    assert said(nearest) is None
+    fewer = said(lambda value: value.bfloat16().float())
+    assert fewer is not None
+    assert "rmse" in fewer
+    (rounded_first,) = op.baselines["eager"]("cpu")(*values.values())
+    assert explain_mismatch(allowed, rounded_first, exact, 64) is not None
+    assert load_op(OP).accuracy_name == "eager"
 
 
 def test_a_right_kernel_passes(places: dict[str, Path]) -> None:
