@@ -202,3 +202,14 @@ def test_a_patch_fits_each_version_read_and_no_other(
     install(release(tmp_path, "1.3", "class Norm:\n    pass\n"))
     with pytest.raises(SourceChangedError, match=r"Norm\.forward is gone"):
         patch.verify_target()
+
+
+def test_every_point_can_be_asked_for_by_its_op() -> None:
+    """A contract that does not name its op's point leaves no way to put a kernel there."""
+    named = {
+        (point.point, op.name)
+        for op in bench.load_ops().values()
+        for point in op.contract.patch_points
+        if point.engine == "vllm"
+    }
+    assert named == {(name, point.op) for name, point in POINTS.items()}
