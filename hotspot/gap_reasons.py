@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -38,7 +39,7 @@ class Answers:
         if spot is not None and spot.refusal:
             return "untried", f"no patch point takes it in this model: {spot.refusal}"
         plain = spot.op if spot is not None else None
-        for name in _role_ops(role):
+        for name in _role_ops(role, kernel.name):
             points, refusal = self._served.places_of(load_ops()[name])
             if points and not refusal:
                 if ships(load_ops()[name]):
@@ -180,6 +181,9 @@ def _shipped(op: str) -> str:
     return f"a kernel of op {op} ships for it, and does not run here"
 
 
-def _role_ops(role: str) -> list[str]:
-    ops = (row.get("ops", []) for row in rules("roles")["role"] if row["name"] == role)
-    return [name for name in next(ops, []) if name in load_ops()]
+def _role_ops(role: str, kernel: str) -> list[str]:
+    """Ops of the library that compute what this kernel does in that role."""
+    row = next((row for row in rules("roles")["role"] if row["name"] == role), {})
+    if "but" in row and re.search(row["but"], kernel):
+        return []
+    return [name for name in row.get("ops", []) if name in load_ops()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from patcher.bench import Op, UsageError
+from patcher.bench import Op, UsageError, content
 from patcher.hotspot import Gpu, Profile, read
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Recording, SummaryRow
@@ -25,6 +25,7 @@ from patcher.places import places_in
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data/nsys"
 MODEL = "gpt-oss-20b"
+HYBRID = "ledger-granite-4.0-h-tiny"
 
 
 @pytest.fixture(scope="module")
@@ -389,3 +390,16 @@ def test_a_rate_says_where_it_is_from(tmp_path: Path, monkeypatch: pytest.Monkey
     here = copy_rate(Gpu(name="NVIDIA L4"))
     assert here is not None
     assert (here.bytes_per_s, here.source) == (2.5e11, "reached by a copy on this machine")
+
+
+def test_what_keeps_a_state_is_no_case_for_attention() -> None:
+    """A hybrid as vLLM serves it on an H200: its convolution is of the role, and of no op."""
+    kept = json.loads(content(ROOT / "bench/results/h200-vllm-0.33" / f"{HYBRID}.json.xz"))
+    profile = Profile.model_validate(kept["profiles"][1]["profile"])
+    model = HYBRID.removeprefix("ledger-")
+    made = step_ledger(profile, step_bytes(model, 8, 1024), places=places_in(model, "vllm"))
+    why = {each.name: each.faster_reason for each in made.kernels}
+    assert made.sol_pct == pytest.approx(kept["profiles"][1]["profile"]["ledger"]["sol_pct"])
+    assert "no op of the library covers it" in why["_causal_conv1d_update_kernel"]
+    [flash] = (said for name, said in why.items() if "FlashAttnFwdSm90" in name)
+    assert "op decode_attention ships for it" in flash
