@@ -204,6 +204,8 @@ class Evaluation(Record):
     """Build time in seconds."""
     total_s: float | None = None
     """Time of the whole evaluation in seconds."""
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    """That time by stage, in their order; empty in older records."""
 
     @model_validator(mode="after")
     def _timed_if_right(self) -> Evaluation:

@@ -50,6 +50,8 @@ def altered(old: str, new: str) -> str:
 
 def test_a_right_candidate_is_timed_against_a_named_baseline(judged: Judged) -> None:
     evaluation = judged(GOOD)
+    assert {"check", "time"} < set(evaluation.phases_s)
+    assert sum(evaluation.phases_s.values()) == pytest.approx(evaluation.total_s, abs=0.5)
     assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
     assert evaluation.baseline == "eager"
     assert [timing.axes["tokens"] for timing in evaluation.timings] == [1, 4, 8, 16, 32, 64, 128]

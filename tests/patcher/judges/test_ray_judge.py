@@ -26,7 +26,7 @@ GOOD = next(candidate for info, candidate in OP.solutions() if info.name == "cpu
 QUICK = JudgeSettings(
     baseline="eager", pairs=3, threads=1, calls=20, lives_s=0.0, points=1, precision_pct=100.0
 )
-TIMES = {"total_s", "build_s"}
+TIMES = {"total_s", "build_s", "phases_s"}
 LOOKS_AROUND = """
 #include <tvm/ffi/container/tensor.h>
 #include <arpa/inet.h>
