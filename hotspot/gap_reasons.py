@@ -183,7 +183,7 @@ def _shipped(op: str) -> str:
 
 def _role_ops(role: str, kernel: str) -> list[str]:
     """Ops of the library that compute what this kernel does in that role."""
-    row = next((row for row in rules("roles")["role"] if row["name"] == role), {})
-    if "but" in row and re.search(row["but"], kernel):
-        return []
-    return [name for name in row.get("ops", []) if name in load_ops()]
+    for row in rules("roles")["role"]:
+        if row["name"] == role and not ("but" in row and re.search(row["but"], kernel)):
+            return [name for name in row.get("ops", []) if name in load_ops()]
+    return []

@@ -9,8 +9,6 @@ GPUs at a time it shares the pairs out.
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 from patcher.ab.bench_client import BenchClient
 from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.receipt_counts import calls_between
-from patcher.ab.served_folder import ServedFolder
+from patcher.ab.served_folder import ServedFolder, machine_of, this_host
 from patcher.ab.served_records import (
     ServedHeader,
     ServedJob,
@@ -88,7 +86,8 @@ def compare_served(
         keep: a folder for the folders of comparisons; each is of one job.
 
     Raises:
-        UsageError: an option does not fit, the port is in use, or the device is not free.
+        UsageError: an option does not fit, the port is in use, the device is not free, or an
+            earlier result is of another comparison.
         MissingError: an engine or a client is not installed.
         VerificationError: a patch was changed, or a file of the folder is damaged.
         PatcherError: a server or a client failed; the error has the end of its log.
@@ -96,9 +95,12 @@ def compare_served(
     refuse_many_points(job.points)
     header, installed = header_of(job, sides)
     folder = ServedFolder(keep / header.folder_name, header, job.process_pairs)
-    progress(ABPhase.READY, f"each process is kept in {folder.path}", 0, 2 * job.process_pairs)
+    adopted = sum(map(folder.adopt, job.earlier))
+    counts = f"; {adopted} earlier pairs count" if job.earlier else ""
+    said = f"each process is kept in {folder.path}{counts}"
+    progress(ABPhase.READY, said, 0, 2 * job.process_pairs)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
-        machine = _digest(f"{platform.node()} {clocks.gpu}")
+        machine = machine_of(clocks.gpu)
         takings = [
             Taking(job, header, side, one, clocks, progress)
             for side, one in zip(sides, installed, strict=True)
@@ -134,16 +136,12 @@ def _take_pair(folder: ServedFolder, number: int, machine: str, takings: Sequenc
                 continue
             taking = takings[ARMS.index(arm)]
             if compiles(taking.job.workload.engine):
-                with folder.compiling(arm, _digest(platform.node())) as needed:
+                with folder.compiling(arm, this_host()) as needed:
                     if needed:
                         taking.compile(number, arm, folder.taken, python)
             taken = taking.process(number, arm, folder.taken, python)
             folder.keep(taken.model_copy(update={"machine": machine}))
     return mine
-
-
-def _digest(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def with_patches(

@@ -7,15 +7,20 @@ freed when its holder dies, and its pair is taken by another.
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from patcher.ab.record_files import read_record, write_record
-from patcher.ab.served_records import ServedHeader, ServedProcess
+from patcher.ab.served_records import ServedHeader, ServedProcess, ServedResult
+from patcher.bench import UsageError
 from patcher.bench.ab.served import arm_orders
 from patcher.bench.stats.comparison import Arm
 from patcher.runs.durable import held, held_if_free
+
+_WORDS = {"fingerprint": "device, driver or version of a library", "sides": "pair of sides"}
 
 
 class ServedFolder:
@@ -28,7 +33,7 @@ class ServedFolder:
     """
 
     def __init__(self, path: Path, header: ServedHeader, pairs: int) -> None:
-        self.path, self._pairs = path, pairs
+        self.path, self._header, self._pairs = path, header, pairs
         path.mkdir(parents=True, exist_ok=True)
         if not (path / "header.json").is_file():
             write_record(path / "header.json", header)
@@ -54,6 +59,40 @@ class ServedFolder:
             VerificationError: a file is damaged.
         """
         return tuple(self._read(*one) for one in arm_orders(self._pairs))
+
+    def adopt(self, result: ServedResult) -> int:
+        """Take whole pairs of an earlier result of the same comparison, such as of another host, in
+        place of those that are not measured yet; returns their number. None is taken twice.
+
+        Raises:
+            UsageError: it is of another comparison, or names no machine, as older results do.
+        """
+        if (other := different(result.header, self._header)) is not None:
+            raise UsageError(
+                f"that result is of another comparison: another {other}",
+                "give a result of the same command, on the same kind of machine",
+            )
+        if not all(one.machine for one in result.processes):
+            raise UsageError("that result does not say which machine it is of", "measure it again")
+        known = [_numbered(one, 0) for one in self._measured()]
+        pairs: dict[int, list[ServedProcess]] = {}
+        for process in result.processes:
+            pairs.setdefault(process.pair, []).append(process)
+        adopted = 0
+        for earlier, pair in pairs.items():
+            free = (number for number in self.missing() if (number - earlier) % 2 == 0)  # its order
+            number = next(free, None)
+            if number is None or len(pair) != 2 or _numbered(pair[0], 0) in known:
+                continue
+            with self.claimed(number, pair[0].machine) as mine:
+                for process in pair if mine else ():
+                    self.keep(_numbered(process, number))
+                adopted += mine
+        return adopted
+
+    def _measured(self) -> list[ServedProcess]:
+        there = (one for one in arm_orders(self._pairs) if self.has(*one))
+        return [self._read(*one) for one in there]
 
     def keep(self, process: ServedProcess) -> None:
         """Write what was measured of a process."""
@@ -96,3 +135,29 @@ class ServedFolder:
     def _read(self, number: int, arm: Arm) -> ServedProcess:
         path = self._file(number, arm)
         return read_record(path, ServedProcess, f"remove {path} to measure it again")
+
+
+def _numbered(process: ServedProcess, pair: int) -> ServedProcess:
+    return process.model_copy(update={"pair": pair})
+
+
+def machine_of(gpu: str) -> str:
+    """A digest of this host and a GPU of it."""
+    return _digest(f"{platform.node()} {gpu}")
+
+
+def this_host() -> str:
+    """A digest of this host's name."""
+    return _digest(platform.node())
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+def different(one: ServedHeader, other: ServedHeader) -> str | None:
+    """The first field in which two comparisons differ, as words; None if they are the same."""
+    fields = ServedHeader.model_fields
+    names = (name for name in fields if getattr(one, name) != getattr(other, name))
+    name = next(names, None)
+    return None if name is None else _WORDS.get(name, name)

@@ -216,6 +216,8 @@ class ServedJob:
     """The search for the baseline's arguments, if there was one."""
     flags_no_faster: bool = True
     """Whether nothing hints that a difference of the sides' arguments is what gains."""
+    earlier: tuple[ServedResult, ...] = ()
+    """Results of the same comparison, whose pairs count."""
 
     @property
     def random(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from patcher.bench import UsageError
+from patcher.bench import UsageError, content
 from patcher.commands.console import Output, runs_dir, write_out
 from patcher.commands.option_groups import OptionGroup
 from patcher.commands.throughput_options import (
@@ -26,7 +26,7 @@ from patcher.commands.throughput_options import (
 from patcher.commands.workloads import workload_of
 
 if TYPE_CHECKING:
-    from patcher.ab.served_records import ServedJob, SideSetup
+    from patcher.ab.served_records import ServedJob, ServedResult, SideSetup
 
 SERVED_PAIRS = 2
 """Process pairs where none are asked for: four starts of a server."""
@@ -58,6 +58,15 @@ class ServedChoice(OptionGroup):
     ] = None
     port: Annotated[
         int | None, typer.Option(help="Of the server; default: a free one.", min=1, max=65535)
+    ] = None
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--with",
+            metavar="FILE",
+            help="A result (--out) of the same comparison, such as of another host: its process "
+            "pairs count, and only others are measured. Several: repeat it.",
+        ),
     ] = None
 
 
@@ -143,10 +152,31 @@ def served_job(
         port=served.port,
         lock_mhz=engine.lock_mhz,
         tuning=tuned,
+        earlier=tuple(map(read_earlier, served.earlier or ())),
     )
     if job.process_pairs < 1:
         raise UsageError("no process pair", "use --processes 2 or more")
     return job, SideSetup(name=STOCK, arguments=arguments)
+
+
+def read_earlier(path: Path) -> ServedResult:
+    """A result that `--out` wrote.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    from pydantic import ValidationError
+
+    from patcher.ab.served_records import ServedResult
+
+    try:
+        return ServedResult.model_validate_json(content(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "give a file of --out") from error
+    except ValidationError as error:
+        raise UsageError(
+            f"{path} is no result of a comparison over HTTP", "give a file of --out"
+        ) from error
 
 
 def compare_patched(
@@ -199,6 +229,8 @@ def tune_as_served(
     from patcher.bench.engines.switches import ways_to_try
     from patcher.show.throughput import trial_line, tuning_lines
 
+    if job.earlier:
+        raise UsageError("--with adds to a comparison, and this is a search", "leave it out")
     names = choice.switches or []
     asked = [name for name in names if name != BACKENDS]
     switched, refused = (

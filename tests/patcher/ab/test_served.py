@@ -191,6 +191,48 @@ def test_several_gpus_share_the_pairs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(five.result(timeout=60).processes) == 10
 
 
+def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    here, told = tmp_path / "here", list[str]()
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    there = compare_served(job, (SLOW, FAST), tmp_path / "there", silent)
+    monkeypatch.undo()
+    serve_by_doubles(tmp_path, monkeypatch)
+    monkeypatch.setattr(served, "compiles", lambda engine: False)
+    joined = compare_served(
+        replace(job, process_pairs=3, earlier=(there, there)),
+        (SLOW, FAST),
+        here,
+        lambda phase, said, *at: told.append(said),
+    )
+    assert "1 earlier pairs count" in told[0]
+    assert [one.machine == there.processes[0].machine for one in joined.processes] == (
+        [True] * 2 + [False] * 4
+    )
+    assert joined.processes[:2] == there.processes
+    assert sum("starting the server" in said for said in told) == 4
+    # an odd pair began with the other side, and stays odd
+    odd = joined.model_copy(update={"processes": joined.processes[2:4]})
+    again = compare_served(
+        replace(job, process_pairs=2, earlier=(odd,)), (SLOW, FAST), tmp_path / "again", silent
+    )
+    assert again.processes[2:] == odd.processes
+    for other, said in (
+        ({"fingerprint": "another"}, "another device, driver or version"),
+        ({"sides": there.header.sides[::-1]}, "another pair of sides"),
+    ):
+        header = there.header.model_copy(update=other)
+        foreign = there.model_copy(update={"header": header})
+        with pytest.raises(UsageError, match=said):
+            compare_served(replace(job, earlier=(foreign,)), (SLOW, FAST), here, silent)
+    nameless = [one.model_copy(update={"machine": ""}) for one in there.processes]
+    older = there.model_copy(update={"processes": tuple(nameless)})
+    with pytest.raises(UsageError, match="which machine"):
+        compare_served(replace(job, earlier=(older,)), (SLOW, FAST), here, silent)
+
+
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
     silent_one = PatchedSide("fast", {"token_ms": 2})
     job = replace(JOB, process_pairs=1, points=POINTS[:1])
