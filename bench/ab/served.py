@@ -6,6 +6,7 @@ ones, and no two runs of a process share a prompt that its prefix cache could ho
 
 from __future__ import annotations
 
+import math
 import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from patcher.bench.records import Record
 from patcher.bench.stats.comparison import Arm
 
 PERCENTILES = (50, 95, 99)
+OPEN_S = 20.0
+"""Seconds over which requests arrive in a run at a rate, at least."""
 
 
 class TracePart(Record):
@@ -56,8 +59,10 @@ class ServingTrace(Record):
     parts: tuple[TracePart, ...] = Field(min_length=1)
     slo: Slo
 
-    def requests(self, concurrency: int) -> int:
+    def requests(self, concurrency: int, rate: float | None = None) -> int:
         """Requests of one run."""
+        if rate is not None:
+            return max(self.least, math.ceil(rate * OPEN_S))
         return max(self.rounds * concurrency, min(self.least, self.most_rounds * concurrency))
 
     @property
@@ -67,14 +72,19 @@ class ServingTrace(Record):
 
 
 class ServedPoint(Record):
-    """A trace at one concurrency."""
+    """A trace at one concurrency, or at a rate of requests."""
 
     trace: str
     concurrency: int = Field(ge=1)
+    """Users, each of whom waits for an answer; at a rate, those that the server is set up for."""
+    rate: float | None = Field(default=None, gt=0, le=1e4)
+    """Requests that arrive a second, at random times and without waiting for answers."""
 
     @property
     def label(self) -> str:
-        """The point as text: `fixed, 8 at a time`."""
+        """The point as text: `fixed, 8 at a time`, `fixed, 2 requests/s`."""
+        if self.rate is not None:
+            return f"{self.trace}, {self.rate:g} requests/s"
         return f"{self.trace}, {self.concurrency} at a time"
 
 
@@ -93,12 +103,15 @@ def traces() -> dict[str, ServingTrace]:
     return {name: ServingTrace(**fields) for name, fields in tomllib.loads(text).items()}
 
 
-def points_of(names: str, concurrencies: Sequence[int] | None = None) -> tuple[ServedPoint, ...]:
+def points_of(
+    names: str, concurrencies: Sequence[int] | None = None, rates: Sequence[float] = ()
+) -> tuple[ServedPoint, ...]:
     """The points of some traces.
 
     Args:
         names: names of traces, separated by commas.
         concurrencies: in place of the traces' own.
+        rates: requests a second, a point of each trace besides.
 
     Raises:
         UsageError: there is no such trace, or a point is there twice.
@@ -107,10 +120,11 @@ def points_of(names: str, concurrencies: Sequence[int] | None = None) -> tuple[S
     for name in names.split(","):
         if name not in traces():
             raise UsageError(f"unknown trace {name!r}", f"traces are: {', '.join(traces())}")
-        for users in concurrencies or traces()[name].concurrencies:
-            points.append(ServedPoint(trace=name, concurrency=users))
+        many = tuple(concurrencies or traces()[name].concurrencies)
+        points += [ServedPoint(trace=name, concurrency=users) for users in many]
+        points += [ServedPoint(trace=name, concurrency=max(many), rate=rate) for rate in rates]
     if len(set(points)) < len(points):
-        raise UsageError("a point is there twice", "name each trace and concurrency once")
+        raise UsageError("a point is there twice", "name each trace, concurrency and rate once")
     return tuple(points)
 
 
@@ -172,6 +186,12 @@ class ServedRun(Record):
     def user_tokens_per_s(self) -> float:
         """Tokens per second that one user sees, by the median time per output token."""
         return 1e3 / self.tpot_ms["p50"]
+
+    @property
+    def compared(self) -> float:
+        """What sides are compared by: output tokens per second; at a rate, where the server gives
+        what is asked for, those that one user sees."""
+        return self.output_tokens_per_s if self.point.rate is None else self.user_tokens_per_s
 
 
 class StalledRun(Record):

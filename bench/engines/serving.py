@@ -31,7 +31,8 @@ class ServingClient(Record):
 
     Words in braces are filled in: `python`, `model`, `tokenizer`, `host`, `port`, `dtype`, `seed`,
     `context` (tokens of the longest sequence), `users` (the largest concurrency), and for a run
-    `requests` (the file with them), `count`, `concurrency`, `run` (a seed), `folder`, `result`.
+    `requests` (the file with them), `count`, `concurrency`, `rate`, `run` (a seed), `folder`,
+    `result`.
     """
 
     engine: str
@@ -56,6 +57,9 @@ class ServingClient(Record):
     """A module, as `python -m` takes it, and its arguments. It writes a file whose last line is a
     JSON object with `duration`, and by request `input_lens`, `output_lens`, `ttfts` and `itls`; see
     `patcher.bench.ab.served.run_of`."""
+    rate: tuple[str, ...] = ()
+    """Arguments of the client for a run at `rate` requests a second, whose `concurrency` is then
+    the number of all requests; empty: it cannot."""
     request: str
     """A line of the file of requests; `prompt` and `answer`, of as many tokens as are asked for,
     are JSON strings."""

@@ -286,7 +286,8 @@ class Taking:
                 # prompts of one number are the same in both arms, and new to a server's cache
                 seed = 1000 * (number + 1) + FIRST_RUN + 10 * index + attempt
                 run = self._run(at, point, seed)
-                gap_ms = run.longest_gap_ms
+                # at a rate, requests may queue
+                gap_ms = run.longest_gap_ms if point.rate is None else 0.0
                 if gap_ms <= limit_ms or attempt == TRIES - 1:
                     runs.append(run.model_copy(update={"stalled": gap_ms > limit_ms}))
                     break
@@ -296,7 +297,7 @@ class Taking:
     def _run(self, at: _Running, point: ServedPoint, seed: int) -> ServedRun:
         """Let the client send the requests of a seed."""
         trace, folder = self.header.traces[point.trace], Path(at.values["folder"])
-        count = trace.requests(point.concurrency)
+        count = trace.requests(point.concurrency, point.rate)
         file, result = folder / "requests.jsonl", folder / "result.json"
         result.unlink(missing_ok=True)
         with file.open("w", encoding="utf-8") as lines:
@@ -306,12 +307,13 @@ class Taking:
                 line = request_line(self.client.request, prompt, answer, request.output_len)
                 lines.write(line + "\n")
         command = filled(
-            self.client.bench,
+            self.client.bench + (self.client.rate if point.rate is not None else ()),
             {
                 **at.values,
                 "requests": file,
                 "count": count,
-                "concurrency": point.concurrency,
+                "concurrency": point.concurrency if point.rate is None else count,
+                "rate": point.rate,
                 "run": seed,
                 "result": result.name,
             },

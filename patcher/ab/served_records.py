@@ -159,7 +159,7 @@ class ServedGain(Record):
 
 
 class PointGain(ServedGain):
-    """The gain at one point."""
+    """The gain at one point; at a rate of requests, in the tokens per second that a user sees."""
 
     point: ServedPoint
     figures: dict[Arm, ServedFigures]
@@ -171,7 +171,8 @@ class PointGain(ServedGain):
 
 
 class ServedComparison(ServedGain):
-    """The gain over all points, as the geometric mean of theirs, and the verdict."""
+    """The gain over all concurrencies, as the geometric mean of theirs, and the verdict; over rates
+    of requests where there are only these."""
 
     points: tuple[PointGain, ...]
     process_pairs: int
@@ -262,6 +263,8 @@ def header_of(
         raise UsageError(
             f"{job.client} cannot serve random weights", "use --weights hub, or another --client"
         )
+    if not job.serving.rate and any(point.rate is not None for point in job.points):
+        raise UsageError(f"{job.client} has no rate of requests", "leave out --rate")
     one, other = (installation(job.serving, side.python) for side in sides)
     unnamed = ("model", "tokenizer", "port", "requests", "count", "concurrency", "run")
     values = job.values(ServedPrompts(job.workload))

@@ -106,7 +106,7 @@ def rated(arguments: Mapping[str, JsonValue], taken: ServedProcess) -> ConfigTri
     """
     each = len(taken.runs) // ROUNDS
     rounds = [
-        statistics.geometric_mean(run.output_tokens_per_s for run in taken.runs[begin:][:each])
+        statistics.geometric_mean(run.compared for run in taken.runs[begin:][:each])
         for begin in range(0, len(taken.runs), each)
     ]
     return ConfigTrial(

@@ -1,10 +1,11 @@
 """The verdict on two ways to serve: the mean over all points must gain, and no point may lose.
 
-A pair of processes gives a log-ratio of output tokens per second at each point. Its mean over the
-points is one sample; Student's t over pairs gives the gain's interval. A point's interval uses the
-spread of all points around their own means, pooled over points and pairs, since few pairs tell
-little of one point. Points of a pair share its processes, so that the pooled spread is an
-approximation; it finds a loss sooner than the few pairs of the point alone would.
+A pair of processes gives a log-ratio of output tokens per second at each point, at a rate of
+requests one of the tokens per second that a user sees. Its mean over the concurrencies is one
+sample; Student's t over pairs gives the gain's interval. A point's interval uses the spread of all
+points around their own means, pooled over points and pairs, since few pairs tell little of one
+point. Points of a pair share its processes, so that the pooled spread is an approximation; it finds
+a loss sooner than the few pairs of the point alone would.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def judge_served(
     """
     pairs = len(processes) // 2
     ratios = _ratios(processes)
-    means = [statistics.fmean(row) for row in ratios]
+    closed = [index for index, point in enumerate(header.points) if point.rate is None]
+    counted = closed or range(len(header.points))
+    means = [statistics.fmean(row[index] for index in counted) for row in ratios]
     centres = [statistics.fmean(column) for column in zip(*ratios, strict=True)]
     half = half_width(means, CONFIDENCE_PCT)
     noise = _pooled_sd(ratios, centres)
@@ -62,8 +65,9 @@ def judge_served(
     )
     low, high = percent(gain - half), percent(gain + half)
     verdict, reasons = _verdict(header, processes, points, low, high, margin_pct, flags_no_faster)
-    where = "point" if len(points) == 1 else f"mean of {len(points)} points"
-    figures = f"{percent(gain):+.2f} % output tokens/s, {where}"
+    where = "point" if len(counted) == 1 else f"mean of {len(counted)} points"
+    unit = "output tokens/s" if closed else "tokens/s of a user"
+    figures = f"{percent(gain):+.2f} % {unit}, {where}"
     if pairs > 1:
         figures += f" [{low:+.2f}, {high:+.2f}], Student's t over {pairs} process pairs"
     return ServedComparison(
@@ -154,13 +158,13 @@ def _calls(processes: Sequence[ServedProcess]) -> str:
 
 
 def _ratios(processes: Sequence[ServedProcess]) -> list[list[float]]:
-    """Log-ratios of output tokens per second, of shape [pairs, points]."""
+    """Log-ratios of what sides are compared by, of shape [pairs, points]."""
     by_pair: dict[int, dict[Arm, Sequence[ServedRun]]] = {}
     for one in processes:
         by_pair.setdefault(one.pair, {})[one.arm] = one.runs
     return [
         [
-            math.log(patched.output_tokens_per_s / baseline.output_tokens_per_s)
+            math.log(patched.compared / baseline.compared)
             for baseline, patched in zip(arms["baseline"], arms["patched"], strict=True)
         ]
         for arms in by_pair.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,13 @@ class ServedChoice(OptionGroup):
     concurrency: Annotated[
         str | None,
         typer.Option(help="Users at a time, such as 1,8,64, in place of the traces' own."),
+    ] = None
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests that arrive a second, such as 2,8, besides these users: the gain there "
+            "is in tokens/s of a user, and may not be a loss."
+        ),
     ] = None
     port: Annotated[
         int | None, typer.Option(help="Of the server; default: a free one.", min=1, max=65535)
@@ -146,7 +154,7 @@ def served_job(
         workload=what,
         client=name,
         serving=client,
-        points=points_of(served.trace, users),
+        points=points_of(served.trace, users, rates_of(served.rate)),
         process_pairs=SERVED_PAIRS if size.processes is None else size.processes,
         margin_pct=resolve({"margin_pct": margin_pct}).margin_pct,
         port=served.port,
@@ -157,6 +165,24 @@ def served_job(
     if job.process_pairs < 1:
         raise UsageError("no process pair", "use --processes 2 or more")
     return job, SideSetup(name=STOCK, arguments=arguments)
+
+
+def rates_of(text: str | None) -> tuple[float, ...]:
+    """Rates of requests, in the order given.
+
+    Raises:
+        UsageError: one is no number above 0, or above 10,000.
+    """
+    words = [] if text is None else text.split(",")
+    try:
+        rates = tuple(float(word) for word in words)
+    except ValueError:
+        rates = (math.nan,)
+    if not all(0 < rate <= 1e4 for rate in rates):
+        raise UsageError(
+            f"--rate {text} is no list of requests a second", "give numbers, such as --rate 0.5,4"
+        )
+    return rates
 
 
 def read_earlier(path: Path) -> ServedResult:

@@ -70,6 +70,7 @@ def served_html(result: ServedResult) -> str:
         title=visible(_title(result)),
         facts=[visible(fact) for fact in _facts(result)],
         found=result.comparison,
+        rates=any(one.point.rate is not None for one in result.comparison.points),
         gains=_drawn(
             "gains",
             "Gain at each point",
@@ -174,6 +175,8 @@ def curve(points: Sequence[PointGain], width: float) -> Canvas:
 def _by_trace(result: ServedResult) -> dict[str, list[PointGain]]:
     found: dict[str, list[PointGain]] = {}
     for one in result.comparison.points:
+        if one.point.rate is not None:
+            continue
         found.setdefault(one.point.trace, []).append(one)
     return {
         name: sorted(each, key=lambda one: one.point.concurrency) for name, each in found.items()
@@ -223,7 +226,7 @@ def _row(point: PointGain) -> list[str]:
     return [
         point.point.label,
         *(f"{one.output_tokens_per_s:,.1f}" for one in both),
-        point.said,
+        point.said if point.point.rate is None else f"{point.said}, of a user",
         times("tpot_ms", 3),
         times("ttft_ms", 0),
         times("itl_ms", 3),

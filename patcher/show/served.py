@@ -43,7 +43,7 @@ def point_cells(point: PointGain) -> tuple[str, ...]:
     return (
         point.point.label,
         *(f"{one.output_tokens_per_s:,.1f}" for one in both),
-        point.said,
+        point.said if point.point.rate is None else f"{point.said}, of a user",
         ", ".join(f"{one.tpot_ms['p50']:.3f}" for one in both),
         ", ".join(f"{one.ttft_ms['p50']:.0f} / {one.ttft_ms['p99']:.0f}" for one in both),
         ", ".join(f"{one.itl_ms['p50']:.2f} / {one.itl_ms['p99']:.2f}" for one in both),

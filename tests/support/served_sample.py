@@ -31,6 +31,7 @@ CLIENT = ServingClient(
         "served_client_double", "{port}", "{requests}", "{concurrency}",
         "{folder}/{result}",
     ),
+    rate=("--request-rate", "{rate}"),
     request='{"prompt": {prompt}, "output_tokens": {output_len}}',
 )  # fmt: skip
 POINTS = tuple(ServedPoint(trace="fixed", concurrency=users) for users in (1, 2))

@@ -233,6 +233,38 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
         compare_served(replace(job, earlier=(older,)), (SLOW, FAST), here, silent)
 
 
+def test_at_a_rate_of_requests_a_user_gains_and_the_mean_is_of_concurrencies(
+    tmp_path: Path,
+) -> None:
+    points = points_of("fixed", [1], [0.5, 8])
+    assert [one.label for one in points] == [
+        "fixed, 1 at a time",
+        "fixed, 0.5 requests/s",
+        "fixed, 8 requests/s",
+    ]
+    assert [traces()["fixed"].requests(1, rate) for rate in (None, 0.5, 8)] == [12, 64, 160]
+    found = compare_served(replace(JOB, points=points), (SLOW, FAST), tmp_path, silent)
+    closed, slow, fast = found.comparison.points
+    for one in (slow, fast):
+        both = one.figures["baseline"], one.figures["patched"]
+        assert both[0].output_tokens_per_s == both[1].output_tokens_per_s
+        assert both[1].user_tokens_per_s / both[0].user_tokens_per_s == pytest.approx(2)
+        assert one.gain_pct == pytest.approx(100)
+    assert fast.figures["patched"].output_tokens_per_s == pytest.approx(8 * 256)
+    assert found.comparison.gain_pct == pytest.approx(closed.gain_pct)
+    assert found.comparison.gain_pct == pytest.approx(100 * (1024 / 514 - 1))
+    page = served_html(found)
+    assert page.count("of a user</td>") == 2
+    assert "the GPU serves what arrives" in page
+    alone = replace(JOB, points=points[1:])
+    rates = compare_served(alone, (FAST, SLOW), tmp_path, silent).comparison
+    assert rates.verdict == "reject"
+    assert "-50.00 % tokens/s of a user, mean of 2 points" in rates.reasons[0]
+    without = replace(JOB, points=points, serving=CLIENT.model_copy(update={"rate": ()}))
+    with pytest.raises(UsageError, match="double has no rate of requests"):
+        compare_served(without, (SLOW, FAST), tmp_path, silent)
+
+
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
     silent_one = PatchedSide("fast", {"token_ms": 2})
     job = replace(JOB, process_pairs=1, points=POINTS[:1])
@@ -543,6 +575,10 @@ def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
         ("--profile x", "not profiled"),
         ("--concurrency 0", "--concurrency '0'"),
         ("--trace no", "unknown trace 'no'"),
+        ("--rate 0", "--rate 0 is no list of requests a second"),
+        ("--rate 2,x", "--rate 2,x is no list of requests a second"),
+        ("--rate 2,2", "a point is there twice"),
+        ("--with served.json", "cannot read served.json"),
         ("--processes 0", "no process pair"),
         ("--client no", "unknown client 'no'"),
     ],
