@@ -25,7 +25,6 @@ SPREAD = "sampling that ranks share"
 PARTS = (
     f"{_PROCESSORS}:LogitBiasLogitsProcessor.apply",
     f"{_PROCESSORS}:MinTokensLogitsProcessor.apply",
-    "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.worker.gpu.sample.states:SamplingStates.add_request",
     "vllm.v1.worker.gpu.sample.states:SamplingStates.max_num_logprobs",
     "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState.add_request",

@@ -71,7 +71,7 @@ def kernel_of() -> Dispatcher:
 
 
 def picks(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    product = hidden @ model.head.weight.data[:VOCAB].T
+    product: torch.Tensor = hidden @ model.head.weight.data[:VOCAB].T
     return product.argmax(1)
 
 
