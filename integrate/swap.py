@@ -12,6 +12,8 @@ ENGINES = ("sglang", "triton_kernels", "vllm")
 """The packages whose functions patches may replace."""
 _HOOKS = ("plugins", "hook_registry.py")
 """Where SGLang wraps its own functions for plugins; a wrapper has the name of what it wraps."""
+_DECORATOR = ("torch", "utils", "_contextlib.py")
+"""Where PyTorch's `inference_mode` and `no_grad` make the function that stands for another."""
 
 
 class AttributePatch:
@@ -40,6 +42,9 @@ class AttributePatch:
         """
         value: Any = getattr(self.owner, self.name)
         code = getattr(value, "__code__", None)
+        if code is not None and Path(code.co_filename).parts[-3:] == _DECORATOR:
+            value = value.__wrapped__
+            code = getattr(value, "__code__", None)
         package = (getattr(value, "__module__", None) or "").partition(".")[0]
         home = Path(code.co_filename).parts if code is not None else ()
         if package not in home or package not in ENGINES or home[-2:] == _HOOKS:

@@ -92,8 +92,9 @@ class Op:
     def derived(self) -> Callable[..., dict[str, Any]] | None:
         """`derived(**tensors after the call, **scalars) -> {written tensor: float64 value}`:
         outputs that other outputs of the same call determine, such as a choice by logits that the
-        call writes. They are compared with these values, the others with `reference`. None: there
-        are none.
+        call writes, or of which several may be right, such as a choice by logits that it does not
+        write. They are compared with these values, the others with `reference`. None: there are
+        none.
         """
         found: Callable[..., dict[str, Any]] | None = getattr(
             _load(self.folder / "reference.py"), "derived", None

@@ -51,6 +51,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "linear": RoleLayers((_LINEAR,)),
     "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
     "lm_head": RoleLayers(("ParallelLMHead",)),
+    "lm_head.greedy": RoleLayers(("LogitsProcessor",)),
     "mamba2_decode": RoleLayers(("MambaMixer2",)),
     "mla_decode": RoleLayers(("MLAAttention|MultiHeadLatentAttentionWrapper",)),
     "norm.plain": RoleLayers(("RMSNorm",)),

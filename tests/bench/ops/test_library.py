@@ -43,7 +43,7 @@ from patcher.bench.runner.loading import load
 NAMES = (
     "add_rms_norm_route",
     *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
-    *("gemma_rms_norm", "linear", "linear_fp8", "mamba2_decode", "mla_decode"),
+    *("gemma_rms_norm", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode", "mla_decode"),
     *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("qk_norm_rope", "qkv_rope_kv_update", "quantize_fp8", "reduce_add_rms_norm", "rms_norm"),
     "rms_norm_quant_fp8",
@@ -231,6 +231,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
             "at::native::ArgMaxOps<float>, unsigned int, long, 4, 4>>",
         ),
         ("sample_argmax", "aten::argmax sample_argmax_kernel"),
+        ("lm_head_argmax", "lm_head_argmax_kernel lm_head_argmax_best_kernel"),
     ],
 )
 def test_symbols_are_those_of_one_op(name: str, kernels: str) -> None:
@@ -387,6 +388,8 @@ WRONG = {
     ),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
+    # a matmul that rounds what it is given
+    "lm_head_argmax": ("x.float() @ weight.float().T", "x.bfloat16() @ weight.bfloat16().T"),
     # the scale of the block of outputs before
     "linear_fp8": ("scale = weight_scale.", "scale = weight_scale.roll(1, 0)."),
     # padding reads and writes the state of slot 0

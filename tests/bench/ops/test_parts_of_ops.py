@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patcher.bench import Op, UsageError, load_op, load_ops
 
-BLOCKS = ("add_rms_norm_route", "qkv_rope_kv_update")
+BLOCKS = ("add_rms_norm_route", "lm_head_argmax", "qkv_rope_kv_update")
 JUDGED_WITHOUT = {"moe_matmul_down", "reduce_add_rms_norm"}
 """Their committed verdicts are of digests of their own files alone."""
 
@@ -81,6 +81,11 @@ def in_turn(name: str, given: dict[str, Any]) -> dict[str, Tensor]:
         logits = part["linear"](*wide)["output"]
         routed = part["moe_route"](logits.to(given["logits"].dtype), **tables)
         return {**norm, "logits": logits, **routed}
+    if name == "lm_head_argmax":
+        wide = given["x"], given["weight"], given["x"].new_empty(0), given["x"]
+        logits = part["linear"](*wide)["output"]
+        chosen: dict[str, Tensor] = part["sample_argmax"](logits, given["output"])
+        return chosen
     row = part["linear"](given["x"], given["weight"], given["bias"], given["x"])["output"]
     kv = given["key_cache"].shape[2] * given["key_cache"].shape[3]
     query, key, value = row.split([given["query"].shape[1], kv, kv], 1)
@@ -95,6 +100,7 @@ def in_turn(name: str, given: dict[str, Any]) -> dict[str, Tensor]:
 
 _PARTS = {
     "add_rms_norm_route": ("fused_add_rms_norm", "linear", "moe_route"),
+    "lm_head_argmax": ("linear", "sample_argmax"),
     "qkv_rope_kv_update": ("linear", "rope_kv_update"),
 }
 

@@ -193,6 +193,13 @@ PLACES = {
         f"{_V2_SAMPLER}:Sampler.sample",
         f"{_V2_SAMPLER}:gumbel_sample",
     ],
+    "lm_head.greedy": [
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+        "vllm.v1.sample.sampler:Sampler.forward",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
+        f"{_V2_SAMPLER}:Sampler.sample",
+    ],
     "sampler.top_k_top_p": ["vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__call__"],
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
