@@ -7,7 +7,9 @@ order of the contract, without a copy.
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,19 @@ import torch
 from torch import Tensor
 
 _OPS = Path(__file__).parent.parent
-_NORM, _LINEAR, _ROUTE = (
-    runpy.run_path(str(_OPS / name / "baselines.py"))["BASELINES"]
-    for name in ("fused_add_rms_norm", "linear", "moe_route")
-)
-
 Baseline = Callable[..., tuple[Tensor, ...]]
+
+
+def _baselines_of(name: str) -> dict[str, Callable[[str], Callable[..., Any]]]:
+    """Those of another op; torch.compile looks up the module of each function by its name."""
+    place = f"{__name__}.{name}"
+    spec = importlib.util.spec_from_file_location(place, _OPS / name / "baselines.py")
+    module = sys.modules[place] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.BASELINES
+
+
+_NORM, _LINEAR, _ROUTE = map(_baselines_of, ("fused_add_rms_norm", "linear", "moe_route"))
 
 
 def _chain(

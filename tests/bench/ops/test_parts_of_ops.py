@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import runpy
 import shutil
 from collections import defaultdict
@@ -23,17 +25,28 @@ JUDGED_WITHOUT = {"moe_matmul_down", "reduce_add_rms_norm"}
 def run_of_others(op: Op, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The files of other ops that its own files run, solutions among them."""
     found = set[str]()
-    real = runpy.run_path
+    real, real_spec = runpy.run_path, importlib.util.spec_from_file_location
 
-    def run(path: str, **more: Any) -> dict[str, Any]:
+    library = op.folder.resolve().parent
+
+    def seen(path: str | Path) -> Path:
         file = Path(path).resolve()
         if op.folder.resolve() not in file.parents:
-            found.add(str(file.relative_to(op.folder.resolve().parent)))
-        if "solutions" in file.parts:
+            found.add(str(file.relative_to(library)))
+        return file
+
+    def spec(name: str, path: Any = None, **more: Any) -> Any:
+        if library in Path(str(path)).resolve().parents:
+            seen(path)
+        return real_spec(name, path, **more)
+
+    def run(path: str, **more: Any) -> dict[str, Any]:
+        if "solutions" in seen(path).parts:
             return defaultdict(lambda: print)  # its kernels need a GPU
         return real(path, **more)
 
     monkeypatch.setattr(runpy, "run_path", run)
+    monkeypatch.setattr(importlib.util, "spec_from_file_location", spec)
     for name in ("reference.py", "inputs.py", "baselines.py"):
         loaded = run(str(op.folder / name))
         runs_files = "run_path" in (op.folder / name).read_text()
@@ -50,6 +63,21 @@ def test_what_an_op_runs_of_others_is_in_its_digest(
     op = load_op(name)
     assert run_of_others(op, monkeypatch) == set(op.contract.reads)
     assert bool(op.contract.reads) == (name in BLOCKS)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_torch_compile_takes_the_eager_chain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the module of every function that it inlines; no code is generated here."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    op = load_op(name)
+    point, scalars = op.sweep("cpu").points()[0], [each.value for each in op.contract.scalars]
+    values = op.inputs.make(point, torch.Generator().manual_seed(1), "normal")
+    found = [
+        op.baselines[kind]("cpu")(*(each.clone() for each in values.values()), *scalars)
+        for kind in ("torch.compile", "eager")
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_another_file_of_a_part_is_another_op(tmp_path: Path) -> None:
