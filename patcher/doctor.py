@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from patcher.models.registry import list_models
 from patcher.patch_findings import PATCH_CHECKS
 from patcher.plugins import found_plugins
 from patcher.settings import resolve
+
+SERVING = ("sglang", "tensorrt_llm", "vllm")
+"""Engines that serve models."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Machine:
             nvidia=_cuda_works() or Path("/dev/nvidiactl").exists(),
             amd=Path("/dev/kfd").exists(),
             mac=sys.platform == "darwin",
-            serving=any(_version(name) for name in ("sglang", "tensorrt_llm", "vllm")),
+            serving=any(_version(name) for name in SERVING),
         )
 
     def wants(self, name: str) -> bool:
@@ -87,6 +91,7 @@ def examine() -> list[Finding]:
         _key,
         _sandbox,
         _cache,
+        _bytecode,
         *PATCH_CHECKS,
     ]
     machine = Machine.here()
@@ -108,6 +113,26 @@ ENGINES = (
 def _python() -> Finding:
     version = sys.version.split()[0]
     return Finding(name="python", status="ok", detail=version)
+
+
+def _bytecode() -> Finding:
+    """Whether Python finds serving engines compiled, or compiles them in each process."""
+    specs = (importlib.util.find_spec(name) for name in SERVING if _version(name))
+    files = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    slow = [
+        Path(file).parent
+        for file in files
+        if sys.dont_write_bytecode and not Path(importlib.util.cache_from_source(file)).exists()
+    ]
+    if not slow:
+        return Finding(name="bytecode", status="ok", detail="engines that serve are compiled once")
+    names = " and ".join(each.name for each in slow)
+    return Finding(
+        name="bytecode",
+        status="warn",
+        detail=f"Python keeps no bytecode, so every process compiles {names}: some 30 s each",
+        fix=f"unset PYTHONDONTWRITEBYTECODE, or: python -m compileall -q {slow[0].parent}",
+    )
 
 
 def _torch() -> Finding:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +92,29 @@ def test_every_language_and_engine_has_its_rule(monkeypatch: pytest.MonkeyPatch)
     assert {"engine vllm", "engine sglang", "engine tensorrt-llm"} <= names
     assert {"baseline flashinfer", "clocks"} <= names
     assert {"nsys", "ncu", "compute-sanitizer"} <= names
+
+
+def test_an_engine_that_every_process_compiles_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for vLLM, unpacked where Python may keep no bytecode, as in many containers."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    info = tmp_path / "vllm-0.33.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(keeps: bool) -> Finding:
+        monkeypatch.setattr(sys, "dont_write_bytecode", not keeps)
+        return doctor._bytecode()
+
+    assert said(keeps=True).status == "ok"
+    assert said(keeps=False).status == "warn"
+    assert f"compileall -q {tmp_path}" in said(keeps=False).fix
+    compileall.compile_dir(package, quiet=1)
+    assert said(keeps=False).status == "ok"
 
 
 @pytest.mark.usefixtures("bare")
