@@ -4,24 +4,32 @@ BUNDLE...`, on a GPU host with vLLM.
 Each way is a process: stock and patched, with the engine's core in this process, as verdicts have
 it, or in one of its own, as `vllm serve` has it. In each window every step is timed, and of all
 processes CPU time and switches of context are counted. Steps that take longer than their kernels in
-a profile wait for the host. OUT/host_steps.json has a row a window; a second
-call goes on where a first ended.
+a profile wait for the host. OUT/host_steps.json has a row a window; a second call goes on where a
+first ended.
+
+`--beside` asks instead why an engine alone is slower than one beside an idle process, at batch 8:
+in one engine, windows alone take turns with windows beside a process that keeps a CPU busy, that
+only holds a CUDA context, and beside both. Ratios to the windows alone are told, with their range.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patcher.bench import Workload
+from patcher.bench import PatcherError, Workload
 from patcher.bench.engines import Decoder
 from patcher.bench.lab.logged import run_logged
 from patcher.bench.sandbox.process_tree import CpuTime, descendants
@@ -31,6 +39,17 @@ MODEL, STEPS, WINDOWS = "gpt-oss-20b", 256, 8
 CORES = {"in-process": True, "own-process": False}
 """Where the engine's core is; see `VllmEngine`."""
 TIMEOUT_S = 240
+BESIDE = "beside"
+ROUNDS = 6
+SPINS = "while True: pass"
+HOLDS = """
+import sys, time, torch
+held = torch.zeros(1, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+time.sleep(3600)
+"""
+ALONE = "alone"
 
 
 class HostWindow(NamedTuple):
@@ -111,6 +130,88 @@ def run(out: Path, core: str) -> None:
     engine.close()
 
 
+def run_beside(out: Path) -> None:
+    """Measure windows alone and beside others in this process; rows say beside what."""
+    from patcher.bench.engines.vllm import VllmEngine
+
+    await_engine("vllm")
+    workload = Workload(
+        model=MODEL, engine="vllm", device="cuda", dtype="bfloat16", batch=8, input_len=1024,
+        output_len=STEPS,
+    )  # fmt: skip
+    engine = VllmEngine(workload, {"max_cudagraph_capture_size": 8}, one_process=True)
+    rows = beside(lambda seed: window(engine, seed, STEPS))
+    out.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    engine.close()
+
+
+def beside(
+    measure: Callable[[int], HostWindow], holds: str = HOLDS, rounds: int = ROUNDS
+) -> list[dict[str, Any]]:
+    """Windows alone and beside a busy CPU in turns, without and then with a process that holds a
+    CUDA context, and alone once more; the first window warms up.
+
+    Args:
+        holds: the program of that process, which says so once it does.
+    """
+    seeds, rows = itertools.count(), list[dict[str, Any]]()
+    measure(next(seeds))
+    with child(SPINS) as spinner:
+
+        def turns(names: tuple[str, ...]) -> None:
+            for _ in range(rounds):
+                for name in names:
+                    with contextlib.nullcontext() if "busy CPU" in name else stopped(spinner):
+                        rows.append({"beside": name, **measure(next(seeds))._asdict()})
+
+        turns((ALONE, "a busy CPU"))
+        with child(holds) as holder:
+            assert holder.stdout is not None
+            if holder.stdout.readline() != b"held\n":
+                raise PatcherError("the process that holds a CUDA context ended")
+            turns(("a CUDA context", "a CUDA context and a busy CPU"))
+        turns((ALONE, "a busy CPU"))
+    return rows
+
+
+@contextmanager
+def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that is killed at the end."""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A child that does not run meanwhile."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+
+
+def told_beside(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each neighbour: steps, and how they compare with those alone."""
+    by_name: dict[str, list[float]] = {}
+    for row in rows:
+        by_name.setdefault(row["beside"], []).append(row["step_ms"])
+    alone = statistics.median(by_name[ALONE])
+    return [
+        f"{name:30s} {statistics.median(steps):.3f} ms a step, {min(steps):.3f} to "
+        f"{max(steps):.3f}: {100 * (statistics.median(steps) / alone - 1):+.2f} % of that alone"
+        for name, steps in by_name.items()
+    ]
+
+
 def start(out: Path, arm: str, core: str, patches: Sequence[Patch]) -> None:
     """Run one way in a process of its own, unless it has run; its log says what went wrong."""
     name = f"{arm}-{core}"
@@ -119,7 +220,7 @@ def start(out: Path, arm: str, core: str, patches: Sequence[Patch]) -> None:
         return
     variables = patch_environment(patches, out / f"{name}.home", out / f"{name}.receipts")
     variables |= {"PATCHER_STRICT": "0"}
-    command = [sys.executable, "-P", "-m", __spec__.name, str(result), "--core", core]
+    command = [sys.executable, "-P", "-m", __spec__.name, str(result), "--way", core]
     run_logged(command, variables, out / f"{name}.log", TIMEOUT_S)
 
 
@@ -139,13 +240,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.host_steps")
     parser.add_argument("out", type=Path)
     parser.add_argument("bundles", type=Path, nargs="*")
-    parser.add_argument("--core", choices=CORES, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help="why an engine alone is slower")
+    parser.add_argument("--way", choices=[*CORES, BESIDE], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     out: Path = given.out.resolve()
-    if given.core:
-        run(out, given.core)
+    if given.way:
+        run_beside(out) if given.way == BESIDE else run(out, given.way)
         return 0
     out.mkdir(parents=True, exist_ok=True)
+    if given.beside:
+        start(out, "stock", BESIDE, ())
+        result = out / f"stock-{BESIDE}.json"
+        if result.exists():
+            print(*told_beside(json.loads(result.read_text(encoding="utf-8"))), sep="\n")
+        return int(not result.exists())
     found: dict[str, Any] = {}
     missing = 0
     with ExitStack() as kept:

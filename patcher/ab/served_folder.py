@@ -91,8 +91,8 @@ class ServedFolder:
         return adopted
 
     def _measured(self) -> list[ServedProcess]:
-        there = (one for one in arm_orders(self._pairs) if self.has(*one))
-        return [self._read(*one) for one in there]
+        every = arm_orders(self._pairs)
+        return [self._read(number, arm) for number, arm in every if self.has(number, arm)]
 
     def keep(self, process: ServedProcess) -> None:
         """Write what was measured of a process."""
@@ -111,7 +111,7 @@ class ServedFolder:
         """
         with held_if_free(self.path / f"pair-{number}.lock") as mine:
             if mine:
-                there = [arm for arm in self.order(number) if self.has(number, arm)]
+                there: list[Arm] = [arm for arm in self.order(number) if self.has(number, arm)]
                 if len(there) == 1 and self._read(number, there[0]).machine != machine:
                     self._file(number, there[0]).unlink()
             yield mine

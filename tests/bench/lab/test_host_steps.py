@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from patcher.bench import Workload
+from patcher.bench import PatcherError, Workload
 from patcher.bench.engines import open_engine
 from patcher.bench.lab import host_steps
-from patcher.bench.lab.host_steps import HostWindow, main, switches, told, window
+from patcher.bench.lab.host_steps import (
+    HostWindow,
+    beside,
+    main,
+    switches,
+    told,
+    told_beside,
+    window,
+)
+from patcher.bench.sandbox.process_tree import descendants
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny", engine="transformers", device="cpu", dtype="float32", batch=1,
@@ -22,14 +31,15 @@ WORKLOAD = Workload(
 
 def test_steps_cpu_time_and_switches_of_a_window_are_told() -> None:
     engine = open_engine(WORKLOAD)
-    found = [window(engine, seed, 6) for seed in range(2)]
+    found = [window(engine, seed, 6) for seed in range(8)]
     engine.close()
     for one in found:
         assert 0 < one.p10_ms <= one.p50_ms <= one.p90_ms
         assert one.step_ms <= one.most_ms
-        assert one.cpu_share > 0.1
         assert min(one.voluntary, one.involuntary) >= 0
-    line = told("stock-in-process", [one._asdict() for one in found])
+    # the kernel counts hundredths of a second, about what a window takes
+    assert sum(one.cpu_share for one in found) > 0.1
+    line = told("stock-in-process", [one._asdict() for one in found[:2]])
     assert f"{found[1].step_ms:.3f} ms a step" in line
 
 
@@ -56,3 +66,30 @@ def test_a_way_that_fails_is_named_and_one_that_has_run_is_kept(
     log = (tmp_path / "stock-own-process.log").read_text()
     assert "vLLM" in log or "vllm" in log
     assert (tmp_path / "host_steps.json").exists()
+
+
+def test_windows_alone_take_turns_with_those_beside_others() -> None:
+    engine, seen = open_engine(WORKLOAD), list[tuple[str, ...]]()
+
+    def measure(seed: int) -> HostWindow:
+        mine = descendants(os.getpid())
+        seen.append(tuple(sorted(state(pid) for pid in mine - {os.getpid()})))
+        return window(engine, seed, 4)
+
+    holds = "import time; print('held', flush=True); time.sleep(99)"
+    rows = beside(measure, holds, rounds=2)
+    alone, busy = ("T",), ("R",)
+    assert seen[1:5] == [alone, busy] * 2
+    assert seen[5:9] == [("S", "T"), ("R", "S")] * 2
+    assert seen[9:] == [alone, busy] * 2
+    lines = told_beside(rows)
+    assert [line.split("  ")[0] for line in lines] == list(dict.fromkeys(r["beside"] for r in rows))
+    assert "+0.00 % of that alone" in lines[0]
+    with pytest.raises(PatcherError, match="ended"):
+        beside(measure, "", rounds=1)
+    engine.close()
+
+
+def state(pid: int) -> str:
+    """Of a process: running, sleeping, stopped (T)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
