@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from patcher.ab.engine_process import EngineProcess
+from patcher.ab.engine_command import EngineCommand
 from patcher.ab.receipt_counts import calls_between
 from patcher.ab.served_records import ServedProcess
 from patcher.ab.server import START_S
@@ -97,7 +97,7 @@ class OfflineTaking(SideTaking):
             environment = {**self._environment(folder), "PYTHONUNBUFFERED": "1"}
             title = f"{self.job.client} of the {arm}"
             begin = time.monotonic()
-            with EngineProcess(title, command, environment, folder, LOG) as bench:
+            with EngineCommand(title, command, environment, folder, LOG) as bench:
                 self._await_start(bench, folder / LOG)
                 start_s = time.monotonic() - begin
                 self._tell(ABPhase.PAIRS, f"{point.label}{note and ', ' + note}")
@@ -109,7 +109,7 @@ class OfflineTaking(SideTaking):
             )
             return _Measured(run, start_s, receipts)
 
-    def _await_start(self, bench: EngineProcess, log: Path) -> None:
+    def _await_start(self, bench: EngineCommand, log: Path) -> None:
         """Wait until it says that its engine has started."""
         deadline, begins = time.monotonic() + START_S, self._load.begins
         while begins.encode() not in log.read_bytes():
@@ -131,7 +131,7 @@ class OfflineTaking(SideTaking):
 
 
 def _await_end(
-    bench: EngineProcess, clocks: ClockMonitor
+    bench: EngineCommand, clocks: ClockMonitor
 ) -> tuple[Sequence[Receipt], list[ClockSample]]:
     """Wait until it ends: the receipts of its start, and the clocks since then.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from patcher.ab.engine_process import EngineProcess
+from patcher.ab.engine_command import EngineCommand
 from patcher.bench import MissingError, PatcherError, Record, UsageError
 from patcher.bench.engines import PLUGINS
 from patcher.bench.engines.serving import ServingClient
@@ -112,7 +112,7 @@ def announce_plugin(client: ServingClient, folder: Path) -> None:
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
 
 
-class EngineServer(EngineProcess):
+class EngineServer(EngineCommand):
     """A running server. Leaving the context ends it and all its processes."""
 
     def __init__(

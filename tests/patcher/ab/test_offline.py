@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from offline_sample import FAST, SLOW, bench_by_doubles, doubled, job_of
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 from served_sample import CLIENT
 from typer.testing import CliRunner
 
@@ -87,7 +87,8 @@ def test_batches_are_compared_by_their_tokens_and_what_was_taken_is_kept(tmp_pat
 def test_many_prompts_are_compared_by_the_tokens_that_the_engine_wrote(tmp_path: Path) -> None:
     result = compare_served(job_of("vllm-throughput", 50), (SLOW, FAST), tmp_path, silent)
     found = result.comparison
-    assert (found.verdict, found.gain_pct) == ("accept", pytest.approx(100))
+    assert found.verdict == "accept"
+    assert found.gain_pct == pytest.approx(100)
     run = result.processes[0].runs[0]
     assert (run.requests, run.input_tokens, run.output_tokens) == (50, 50 * 1024, 50 * 256)
     assert run.output_tokens_per_s == pytest.approx(100 / 0.004)
@@ -124,7 +125,8 @@ def test_a_patch_that_never_ran_or_only_while_the_engine_started_is_rejected(
     tmp_path: Path,
 ) -> None:
     job = job_of("vllm-latency", 1, pairs=1)
-    for more in ({}, {"patch": ID, "start_only": True, "pause_s": 3}):
+    only_starts: dict[str, JsonValue] = {"patch": ID, "start_only": True, "pause_s": 3}
+    for more in ({}, only_starts):
         idle = PatchedSide("fast", {"token_ms": 2, **more})
         found = compare_served(job, (SLOW, idle), tmp_path, silent).comparison
         assert found.verdict == "reject"

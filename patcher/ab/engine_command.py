@@ -1,4 +1,4 @@
-"""A process that holds an engine: started in a folder, ended with its children, with receipts."""
+"""A command that holds an engine: started in a folder, ended with its children, with receipts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LOG_LIMIT = 4 << 20
 """Bytes of its output that are kept where it fails."""
 
 
-class EngineProcess:
-    """A running process. Leaving the context ends it and all its children."""
+class EngineCommand:
+    """A running command. Leaving the context ends it and all its children."""
 
     def __init__(
         self,
