@@ -166,15 +166,17 @@ class ServedRun(Record):
     output_tokens_per_s: float
     total_tokens_per_s: float
     """Tokens of prompts and outputs per second."""
-    goodput_per_s: float
-    """Requests per second that kept the trace's SLO."""
-    ttft_ms: dict[str, float]
-    """Time to first token: `p50`, `p95`, `p99`."""
-    tpot_ms: dict[str, float]
+    goodput_per_s: float | None = None
+    """Requests per second that kept the trace's SLO; None if the client times no requests."""
+    ttft_ms: dict[str, float] = Field(default_factory=dict)
+    """Time to first token: `p50`, `p95`, `p99`; empty, as the next two, if it times no requests."""
+    tpot_ms: dict[str, float] = Field(default_factory=dict)
     """Time per output token of a request, after its first one."""
-    itl_ms: dict[str, float]
+    itl_ms: dict[str, float] = Field(default_factory=dict)
     """Time between two tokens."""
-    longest_gap_ms: float
+    batch_ms: dict[str, float] = Field(default_factory=dict)
+    """Time of a whole batch, as percentiles; empty if the client sends none."""
+    longest_gap_ms: float | None = None
     """The longest wait for a token."""
     stalled: bool = False
     """Whether that is longer than the warm-up explains, in the last run that was tried, too."""
@@ -183,15 +185,18 @@ class ServedRun(Record):
     throttle_reasons: tuple[str, ...] = ()
 
     @property
-    def user_tokens_per_s(self) -> float:
+    def user_tokens_per_s(self) -> float | None:
         """Tokens per second that one user sees, by the median time per output token."""
-        return 1e3 / self.tpot_ms["p50"]
+        return 1e3 / self.tpot_ms["p50"] if self.tpot_ms else None
 
     @property
     def compared(self) -> float:
         """What sides are compared by: output tokens per second; at a rate, where the server gives
         what is asked for, those that one user sees."""
-        return self.output_tokens_per_s if self.point.rate is None else self.user_tokens_per_s
+        if self.point.rate is None:
+            return self.output_tokens_per_s
+        assert self.user_tokens_per_s is not None  # only a client that times requests has rates
+        return self.user_tokens_per_s
 
 
 class StalledRun(Record):

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from patcher.bench.engines.architecture import full_config
 from patcher.bench.errors import UsageError
@@ -26,13 +26,31 @@ TOKENIZER_CONFIG = {
 }
 
 
+class OfflineBench(Record):
+    """A client that starts the engine in its own process, once for each point."""
+
+    trace: str
+    """The trace whose lengths all prompts have; it has one part."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of prompts at a time, in place of the trace's concurrencies."""
+    result: Literal["latency", "throughput"]
+    """How its result is read: see `patcher.bench.ab.offline.READERS`."""
+    begins: str
+    """What it prints when the engine has started, before its warm-up."""
+    brief: tuple[str, ...] = ()
+    """Further arguments where it only compiles."""
+    vocabulary: int = 1
+    """It draws prompts from that many token ids, which a model must have."""
+
+
 class ServingClient(Record):
-    """One client with the server that it drives.
+    """One client with the server that it drives, or one that starts the engine itself.
 
     Words in braces are filled in: `python`, `model`, `tokenizer`, `host`, `port`, `dtype`, `seed`,
     `context` (tokens of the longest sequence), `users` (the largest concurrency), and for a run
     `requests` (the file with them), `count`, `concurrency`, `rate`, `run` (a seed), `folder`,
-    `result`.
+    `result`. One without a server has `input_len` and `output_len` in place of `requests`, `count`,
+    `rate` and `run`.
     """
 
     engine: str
@@ -45,24 +63,34 @@ class ServingClient(Record):
     """The command that installs what it needs."""
     plugins: str
     """The group of entry points from which the engine loads patcher in each of its processes."""
-    serve: tuple[str, ...] = Field(min_length=1)
+    serve: tuple[str, ...] = ()
+    """The server's command; empty: there is none, and `offline` is given."""
     random_weights: tuple[str, ...] = ()
-    """Arguments of the server for random weights; empty: it cannot serve any."""
+    """Arguments of the engine for random weights; empty: it cannot serve any."""
     random_environment: dict[str, str] = Field(default_factory=dict)
-    health: str
+    health: str = ""
     """A path that answers with 200 once requests are served."""
-    imports: str
+    imports: str = ""
     """What takes the client long to import; it is imported while the server loads."""
     bench: tuple[str, ...] = Field(min_length=1)
     """A module, as `python -m` takes it, and its arguments. It writes a file whose last line is a
     JSON object with `duration`, and by request `input_lens`, `output_lens`, `ttfts` and `itls`; see
-    `patcher.bench.ab.served.run_of`."""
+    `patcher.bench.ab.served.run_of`. One without a server writes the JSON that `offline` names."""
     rate: tuple[str, ...] = ()
     """Arguments of the client for a run at `rate` requests a second, whose `concurrency` is then
     the number of all requests; empty: it cannot."""
-    request: str
+    request: str = ""
     """A line of the file of requests; `prompt` and `answer`, of as many tokens as are asked for,
     are JSON strings."""
+    offline: OfflineBench | None = None
+    """What is given where there is no server."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        of_server = (self.serve, self.health, self.imports, self.request)
+        if not (all(of_server) if self.offline is None else not any(of_server)):
+            raise ValueError("a client has serve, health, imports and request, or offline")
+        return self
 
 
 @cache

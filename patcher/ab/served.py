@@ -1,10 +1,11 @@
-"""Compare two ways to serve a model, as users see them: a server alone, under a client of others.
+"""Compare two ways to serve a model, as users see them: an engine alone, under a client of others.
 
 Each side's server is a fresh process, started in ABBA order, alone on the device. It is warmed up,
 then a client drives it over HTTP at each point. Where an engine compiles when it starts, a server
 that is not measured does so before the side's first one on a host. Every process that was measured
 is a file in a folder, so that the same command goes on after a stop, or with more pairs. On several
-GPUs at a time it shares the pairs out.
+GPUs at a time it shares the pairs out. A client that starts the engine itself is driven by
+`patcher.ab.offline`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, NamedTuple
 
 from patcher.ab.bench_client import BenchClient
 from patcher.ab.launcher import refuse_other_engines
+from patcher.ab.offline import OfflineTaking
 from patcher.ab.receipt_counts import calls_between
 from patcher.ab.served_folder import ServedFolder, machine_of, this_host
 from patcher.ab.served_records import (
-    ServedHeader,
     ServedJob,
     ServedProcess,
     ServedResult,
@@ -35,14 +36,13 @@ from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import (
     WARM_UP_TOKENS,
     EngineServer,
-    Installation,
     WarmUp,
     free_port,
-    server_environment,
     warm_up,
 )
+from patcher.ab.taking import RECEIPTS_S, SideTaking
 from patcher.ab.verdict import refuse_one_point_twice
-from patcher.bench import PatcherError, UsageError, parse_json
+from patcher.bench import PatcherError, parse_json
 from patcher.bench.ab.engine_config import overriding
 from patcher.bench.ab.phases import ABPhase, ABProgress
 from patcher.bench.ab.served import (
@@ -55,10 +55,9 @@ from patcher.bench.ab.served import (
 )
 from patcher.bench.ab.window_clocks import block_clocks
 from patcher.bench.engines import compiles
-from patcher.bench.engines.served_prompts import ServedPrompts
-from patcher.bench.engines.serving import ServingClient, filled, request_line
+from patcher.bench.engines.serving import filled, request_line
 from patcher.bench.machine.clocks import ClockMonitor
-from patcher.bench.machine.environment import describe, device_memory_held
+from patcher.bench.machine.environment import describe
 from patcher.bench.stats.comparison import Arm
 from patcher.integrate import Patch, engine_wants
 
@@ -66,11 +65,6 @@ WAIT_S = 2.0
 """Seconds until who waits for the pairs of others looks again."""
 TRIES = 3
 """Most runs at a point of a process; one that stalled is taken again, in either arm."""
-RECEIPTS_S = 1.5
-"""Seconds until receipts hold all calls: they are written once a second."""
-MOST_HELD = 2 << 30
-"""Bytes of the GPU's memory that may be in use before a server starts."""
-FREED_S = 30.0
 FIRST_RUN = 500
 """Seeds of a pair's runs begin here, those of warm-ups at 0; a pair has a thousand."""
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
@@ -102,7 +96,7 @@ def compare_served(
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         machine = machine_of(clocks.gpu)
         takings = [
-            Taking(job, header, side, one, clocks, progress)
+            taking_class(job)(job, header, side, one, clocks, progress)
             for side, one in zip(sides, installed, strict=True)
         ]
         while missing := folder.missing():
@@ -123,7 +117,14 @@ def compare_served(
     )
 
 
-def _take_pair(folder: ServedFolder, number: int, machine: str, takings: Sequence[Taking]) -> bool:
+def taking_class(job: ServedJob) -> type[SideTaking]:
+    """What measures a process of the job's client."""
+    return Taking if job.serving.offline is None else OfflineTaking
+
+
+def _take_pair(
+    folder: ServedFolder, number: int, machine: str, takings: Sequence[SideTaking]
+) -> bool:
     """Measure what is missing of a pair; whether no other process has it.
 
     Args:
@@ -173,22 +174,8 @@ class _Running(NamedTuple):
     values: dict[str, Any]
 
 
-class Taking:
-    """Measures one process of a side."""
-
-    def __init__(
-        self,
-        job: ServedJob,
-        header: ServedHeader,
-        side: SideSetup,
-        installed: Installation,
-        clocks: ClockMonitor,
-        progress: ABProgress,
-    ) -> None:
-        self.job, self.header, self.side, self.installed = job, header, side, installed
-        self.client: ServingClient = job.serving
-        self.clocks, self._progress = clocks, progress
-        self.prompts = ServedPrompts(job.workload)
+class Taking(SideTaking):
+    """Measures one server of a side."""
 
     def process(self, number: int, arm: Arm, index: int, python: str) -> ServedProcess:
         """Start the server, warm it up, drive it at each point, and end it.
@@ -232,11 +219,7 @@ class Taking:
             self._tell(ABPhase.LOAD, f"starting the server, {arm}{note and ', ' + note}")
             self._await_free_device()
             port = self.job.port or free_port()
-            environment = server_environment(
-                self.client, self.side.python, self.installed.plugin, folder / "plugin"
-            )
-            environment |= self.client.random_environment if self.job.random else {}
-            environment |= self.side.environment(folder)
+            environment = self._environment(folder)
             values = {**self.job.values(self.prompts), "port": port, "folder": folder}
             command = self.job.serve_command(self.side, values)
             with (
@@ -288,6 +271,7 @@ class Taking:
                 run = self._run(at, point, seed)
                 # at a rate, requests may queue
                 gap_ms = run.longest_gap_ms if point.rate is None else 0.0
+                assert gap_ms is not None  # a client of a server times requests
                 if gap_ms <= limit_ms or attempt == TRIES - 1:
                     runs.append(run.model_copy(update={"stalled": gap_ms > limit_ms}))
                     break
@@ -331,19 +315,3 @@ class Taking:
         return run.model_copy(
             update={name: clocks[name] for name in ("sm_clock_mhz", "throttle_reasons")}
         )
-
-    def _await_free_device(self) -> None:
-        """Check that the server will be alone; an ended one may take seconds to free its memory."""
-        if self.job.workload.device != "cuda":
-            return
-        deadline = time.monotonic() + FREED_S
-        while (held := device_memory_held()) is not None and held > MOST_HELD:
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"other programs hold {held / 2**30:.1f} GiB of the GPU's memory",
-                    "end them: a server is measured alone",
-                )
-            time.sleep(1)
-
-    def _tell(self, phase: ABPhase, said: str) -> None:
-        self._progress(phase, said, self._done, 2 * self.job.process_pairs)

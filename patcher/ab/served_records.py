@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from patcher.ab.server import HOST, Installation, WarmUp, installation
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, Workload
@@ -92,9 +92,14 @@ class ServedHeader(Record):
     points: tuple[ServedPoint, ...]
     sides: tuple[ServedSide, ServedSide]
     serve: tuple[str, ...]
-    """The server's command, with names in place of paths."""
+    """The server's command, with names in place of paths; empty: the client starts the engine."""
     bench: tuple[str, ...]
     """The client's."""
+
+    @property
+    def offline(self) -> bool:
+        """Whether there is no server: the client starts the engine in its own process."""
+        return not self.serve
 
     @property
     def folder_name(self) -> str:
@@ -103,13 +108,14 @@ class ServedHeader(Record):
 
 
 class ServedProcess(Record):
-    """One process of a server, and what was measured of it."""
+    """One process of a server, and what was measured of it; where there is no server, the processes
+    of all points, one after the other."""
 
     schema_version: int = SCHEMA_VERSION
     pair: int
     arm: Arm
     start_s: float
-    """Seconds until it served."""
+    """Seconds until it served; without a server, of the starts at all points."""
     took_s: float
     """Seconds of all."""
     warm_ups: dict[str, WarmUp]
@@ -129,13 +135,14 @@ class ServedFigures(Record):
 
     output_tokens_per_s: float
     total_tokens_per_s: float
-    user_tokens_per_s: float
-    goodput_per_s: float
-    ttft_ms: dict[str, float]
-    tpot_ms: dict[str, float]
-    itl_ms: dict[str, float]
-    stalls: int
-    """Runs that were taken again, and last ones that stalled, too."""
+    user_tokens_per_s: float | None = None
+    goodput_per_s: float | None = None
+    ttft_ms: dict[str, float] = Field(default_factory=dict)
+    tpot_ms: dict[str, float] = Field(default_factory=dict)
+    itl_ms: dict[str, float] = Field(default_factory=dict)
+    batch_ms: dict[str, float] = Field(default_factory=dict)
+    stalls: int | None = None
+    """Runs that were taken again, and last ones that stalled, too; None if waits are not timed."""
 
 
 class ServedGain(Record):
@@ -233,7 +240,12 @@ class ServedJob:
     def values(self, prompts: ServedPrompts) -> dict[str, Any]:
         """What commands are filled with, but for what a process has of its own."""
         longest = int(SPARE * max(trace.longest for trace in self.traces.values()))
+        lengths: dict[str, Any] = {}
+        if self.serving.offline is not None:
+            [part] = self.traces[self.serving.offline.trace].parts
+            lengths = {"input_len": part.input_len, "output_len": part.output_len}
         return {
+            **lengths,
             "model": prompts.model,
             "tokenizer": prompts.tokenizer,
             "host": HOST,
@@ -245,9 +257,15 @@ class ServedJob:
 
     def serve_command(self, side: SideSetup, values: Mapping[str, Any]) -> list[str]:
         """The command line of a side's server; `values` has the rest."""
-        command = filled(self.serving.serve, {**values, "python": side.python})
-        command += self.serving.random_weights if self.random else ()
-        return command + flags(side.arguments)
+        return self._of_engine(filled(self.serving.serve, {**values, "python": side.python}), side)
+
+    def offline_command(self, side: SideSetup, values: Mapping[str, Any]) -> list[str]:
+        """The command line of a client that starts a side's engine; `values` has the rest."""
+        return self._of_engine([side.python, "-m", *filled(self.serving.bench, values)], side)
+
+    def _of_engine(self, command: list[str], side: SideSetup) -> list[str]:
+        weights = self.serving.random_weights if self.random else ()
+        return [*command, *weights, *flags(side.arguments)]
 
 
 def header_of(
@@ -267,7 +285,9 @@ def header_of(
         raise UsageError(f"{job.client} has no rate of requests", "leave out --rate")
     one, other = (installation(job.serving, side.python) for side in sides)
     unnamed = ("model", "tokenizer", "port", "requests", "count", "concurrency", "run")
-    values = job.values(ServedPrompts(job.workload))
+    prompts = ServedPrompts(job.workload)
+    _refuse_small_vocabulary(job, max(prompts.vocabulary) + 1)
+    values = job.values(prompts)
     values |= {name: name.upper() for name in (*unnamed, "folder", "result", "python")}
     baseline, patched = (
         ServedSide(
@@ -278,6 +298,9 @@ def header_of(
         )
         for side, installed in zip(sides, (one, other), strict=True)
     )
+    named = SideSetup("", python="PYTHON")
+    offline = job.serving.offline is not None
+    bench = ("PYTHON", "-m", *filled(job.serving.bench, values))
     return ServedHeader(
         fingerprint=fingerprint(job.workload.device, job.workload.threads),
         workload=job.workload,
@@ -285,9 +308,24 @@ def header_of(
         traces=job.traces,
         points=job.points,
         sides=(baseline, patched),
-        serve=tuple(job.serve_command(SideSetup("", python="PYTHON"), values)),
-        bench=("PYTHON", "-m", *filled(job.serving.bench, values)),
+        serve=() if offline else tuple(job.serve_command(named, values)),
+        bench=tuple(job.offline_command(named, values)) if offline else bench,
     ), (one, other)
+
+
+def _refuse_small_vocabulary(job: ServedJob, size: int) -> None:
+    """Check that the model has the token ids from which a client draws prompts.
+
+    Raises:
+        UsageError: it has not.
+    """
+    needed = 1 if job.serving.offline is None else job.serving.offline.vocabulary
+    if size < needed:
+        raise UsageError(
+            f"{job.client} draws prompts from {needed:,} token ids, and {job.workload.model} has "
+            f"{size:,}",
+            "give another --client or model",
+        )
 
 
 def refuse_many_points(points: Sequence[ServedPoint]) -> None:

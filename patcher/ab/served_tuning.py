@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from patcher.ab.record_files import read_record, write_record
-from patcher.ab.served import Taking
+from patcher.ab.served import taking_class
 from patcher.ab.served_records import (
     ServedJob,
     ServedProcess,
@@ -69,7 +69,7 @@ def tune_served(
             path = keep / header.folder_name / f"trial-{again}.json"
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                taking = Taking(job, header, side, installed, clocks, progress)
+                taking = taking_class(job)(job, header, side, installed, clocks, progress)
                 try:
                     taken = taking.process(again, "baseline", 0, stock.python)
                 except (UsageError, MissingError):

@@ -198,6 +198,9 @@ def _figures(processes: Sequence[ServedProcess], arm: Arm, index: int) -> Served
     def mean(name: str) -> float:
         return statistics.fmean(getattr(run, name) for run in runs)
 
+    def mean_if_timed(name: str) -> float | None:
+        return None if any(getattr(run, name) is None for run in runs) else mean(name)
+
     def means(name: str) -> dict[str, float]:
         tables: list[Mapping[str, float]] = [getattr(run, name) for run in runs]
         return {key: statistics.fmean(each[key] for each in tables) for key in tables[0]}
@@ -205,12 +208,15 @@ def _figures(processes: Sequence[ServedProcess], arm: Arm, index: int) -> Served
     return ServedFigures(
         output_tokens_per_s=mean("output_tokens_per_s"),
         total_tokens_per_s=mean("total_tokens_per_s"),
-        user_tokens_per_s=mean("user_tokens_per_s"),
-        goodput_per_s=mean("goodput_per_s"),
+        user_tokens_per_s=mean_if_timed("user_tokens_per_s"),
+        goodput_per_s=mean_if_timed("goodput_per_s"),
         ttft_ms=means("ttft_ms"),
         tpot_ms=means("tpot_ms"),
         itl_ms=means("itl_ms"),
-        stalls=sum(one.point == point for process in own for one in process.stalled)
+        batch_ms=means("batch_ms"),
+        stalls=None
+        if any(run.longest_gap_ms is None for run in runs)
+        else sum(one.point == point for process in own for one in process.stalled)
         + sum(run.stalled for run in runs),
     )
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
+from patcher.ab.engine_command import EngineCommand
 from patcher.bench import MissingError, PatcherError, Record, UsageError
 from patcher.bench.engines import PLUGINS
-from patcher.bench.engines.child_errors import ended
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
-from patcher.bench.sandbox import Excerpt
-from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.integrate import Receipt, read_receipts
 
 HOST = "127.0.0.1"
 START_S = 900.0
@@ -118,7 +112,7 @@ def announce_plugin(client: ServingClient, folder: Path) -> None:
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
 
 
-class EngineServer:
+class EngineServer(EngineCommand):
     """A running server. Leaving the context ends it and all its processes."""
 
     def __init__(
@@ -143,65 +137,14 @@ class EngineServer:
         """
         self.name, self.port = name, port
         refuse_used_port(port)
-        self._log, self._receipts = folder / "server.log", folder / "receipts"
         begin = time.monotonic()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                die_with_parent(*command),
-                cwd=folder,
-                env={**environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().__init__(f"the {name} server", command, environment, folder, "server.log")
         try:
             self._await(health, begin + START_S)
         except BaseException:
             self.close()
             raise
         self.start_s = time.monotonic() - begin
-
-    @property
-    def pid(self) -> int:
-        """Of its first process."""
-        return self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def check(self, grace_s: float = 0) -> None:
-        """Check that it still runs.
-
-        Args:
-            grace_s: how long to wait for its end; a server that dies first drops its connections.
-
-        Raises:
-            PatcherError: it ended; the error has the end of its log.
-        """
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
-        code = self._process.returncode
-        if code is not None:
-            how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            raise self._failed(f"ended ({how})")
-
-    def close(self) -> None:
-        """End it with its children, so that the device is free; idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)  # its workers write receipts and free memory
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def receipts(self) -> list[Receipt]:
-        """Receipts of its processes until about a second ago."""
-        return read_receipts(self._receipts)
 
     def burst(self, path: str, bodies: Sequence[Mapping[str, object]], users: int) -> float:
         """Send requests, so many at a time; returns seconds.
@@ -249,12 +192,8 @@ class EngineServer:
             finally:
                 connection.close()
             if time.monotonic() > deadline:
-                raise self._failed(f"was not ready in {START_S:.0f} s")
+                raise self.failed(f"was not ready in {START_S:.0f} s")
             time.sleep(0.2)
-
-    def _failed(self, how: str) -> PatcherError:
-        output = bytes(Excerpt.of_file(self._log, _LOG_LIMIT))
-        return ended(f"the {self.name} server {how}", output)
 
 
 def refuse_used_port(port: int) -> None:

@@ -61,6 +61,7 @@ def throughput() -> None:
     "patcher throughput compare gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
     "patcher throughput compare gpt-oss-tiny --patch norm.zip --processes 3",
     "patcher throughput compare gpt-oss-20b --engine vllm --patch P --client vllm-bench",
+    "patcher throughput compare gpt-oss-20b --engine vllm --patch P --client vllm-latency",
 )
 @grouped
 def compare(
@@ -94,7 +95,7 @@ def compare(
     if served.client is not None:
         if quick or page.profile or page.patched_profile:
             raise UsageError(
-                "a server is measured alone, and not profiled",
+                "an engine with a client is measured alone, and not profiled",
                 "leave out --quick, --profile and --patched-profile, or --client",
             )
         chosen = (model, workload, engine, size, baseline, others, served, margin_pct)

@@ -39,23 +39,32 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class ServedChoice(OptionGroup):
-    """A client over HTTP, and what it sends."""
+    """A client of others, and what it sends."""
 
     PANEL: ClassVar[str] = "As it is served"
 
     client: Annotated[
         str | None,
         typer.Option(
-            help="Measure a server alone over HTTP by a client of others: vllm-bench (`vllm serve` "
-            "and `vllm bench serve`) or sglang-bench."
+            help="Measure an engine alone by a client of others: over HTTP vllm-bench (`vllm "
+            "serve` and `vllm bench serve`) or sglang-bench; without a server vllm-latency (`vllm "
+            "bench latency`) or vllm-throughput (`vllm bench throughput`), which start the engine "
+            "anew for each point."
         ),
     ] = None
-    trace: Annotated[str, typer.Option(help="What the client sends: fixed, mixed, or both.")] = (
-        "fixed,mixed"
-    )
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="What a client over HTTP sends: fixed, mixed, or both. Default: both; one without "
+            "a server has prompts of its own."
+        ),
+    ] = None
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Users at a time, such as 1,8,64, in place of the traces' own."),
+        typer.Option(
+            help="Users at a time, such as 1,8,64, in place of the traces' own; with vllm-latency "
+            "the batch (1,8,64), with vllm-throughput the number of prompts (1000)."
+        ),
     ] = None
     rate: Annotated[
         str | None,
@@ -116,8 +125,8 @@ def served_job(
     """
     from patcher.ab.options import argument, read_tuning
     from patcher.ab.other_windows import whole_numbers
+    from patcher.ab.served_points import points_for
     from patcher.ab.served_records import ServedJob, SideSetup
-    from patcher.bench.ab.served import points_of
     from patcher.bench.engines.serving import client_of
     from patcher.settings import resolve
 
@@ -154,7 +163,7 @@ def served_job(
         workload=what,
         client=name,
         serving=client,
-        points=points_of(served.trace, users, rates_of(served.rate)),
+        points=points_for(name, client, served.trace, users, rates_of(served.rate), served.port),
         process_pairs=SERVED_PAIRS if size.processes is None else size.processes,
         margin_pct=resolve({"margin_pct": margin_pct}).margin_pct,
         port=served.port,

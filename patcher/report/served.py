@@ -11,7 +11,14 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from patcher.ab.served_records import PointGain, ServedComparison, ServedGain, ServedResult
+from patcher.ab.served_records import (
+    PointGain,
+    ServedComparison,
+    ServedFigures,
+    ServedGain,
+    ServedResult,
+)
+from patcher.ab.served_words import alone, seen_by, told
 from patcher.bench import UsageError
 from patcher.bench.stats.comparison import Arm
 from patcher.report import wording
@@ -28,6 +35,7 @@ HEAD = (
     "TPOT p50 / p95 / p99 ms",
     "TTFT p50 / p95 / p99 ms",
     "ITL p50 / p95 / p99 ms",
+    "a batch p50 / p90 / p99 ms",
     "total tok/s",
     "good req/s",
     "stalls",
@@ -63,11 +71,13 @@ def served_html(result: ServedResult) -> str:
     css = "".join(
         styles.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "charts.css")
     )
+    head, rows = _table(result)
     environment = Environment(
         loader=PackageLoader("patcher.report", "."), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template("served.html.j2").render(
         title=visible(_title(result)),
+        seen=visible(seen_by(result.header)),
         facts=[visible(fact) for fact in _facts(result)],
         found=result.comparison,
         rates=any(one.point.rate is not None for one in result.comparison.points),
@@ -88,10 +98,10 @@ def served_html(result: ServedResult) -> str:
                 ),
             )
             for index, (name, points) in enumerate(_by_trace(result).items())
-            if len(points) > 1
+            if len(points) > 1 and all(map(_times_users, points))
         ],
-        head=HEAD,
-        rows=[_row(point) for point in result.comparison.points],
+        head=head,
+        rows=rows,
         commands=[visible(line) for line in _commands(result)],
         css=Markup(css),
     )
@@ -100,11 +110,12 @@ def served_html(result: ServedResult) -> str:
 def served_markdown(result: ServedResult) -> str:
     """GitHub Markdown: the verdict, the points, the commands."""
     found = result.comparison
-    rows = [[plain(cell) for cell in _row(point)] for point in found.points]
+    head, cells = _table(result)
+    rows = [[plain(cell) for cell in row] for row in cells]
     parts = [
         f"## {plain(_title(result))}: {found.verdict}",
         "\n".join(f"- {plain(reason)}" for reason in found.reasons),
-        table(HEAD, rows, " " + "r" * (len(HEAD) - 1)),
+        table(head, rows, " " + "r" * (len(head) - 1)),
         "\n".join(f"- {plain(fact)}" for fact in _facts(result)),
         fence("\n".join(_commands(result))),
     ]
@@ -149,7 +160,7 @@ def curve(points: Sequence[PointGain], width: float) -> Canvas:
     height, left, right, top, bottom = 300.0, 64.0, 16.0, 30.0, 44.0
     canvas = Canvas(width, height)
     every = [one.figures[arm] for one in points for arm, _ in ARMS]
-    low, high = padded([0.0, *(one.user_tokens_per_s for one in every)])
+    low, high = padded([0.0, *map(_of_user, every)])
     x = linear(max(low, 0), high, left, width - right)
     floor, ceiling = padded([0.0, *(one.output_tokens_per_s for one in every)])
     y = linear(max(floor, 0), ceiling, height - bottom, top)
@@ -161,7 +172,7 @@ def curve(points: Sequence[PointGain], width: float) -> Canvas:
     canvas.line(left, height - bottom, width - right, height - bottom, "axis")
     for arm, css in ARMS:
         seen = [(one, one.figures[arm]) for one in points]
-        places = [(x(each.user_tokens_per_s), y(each.output_tokens_per_s)) for _, each in seen]
+        places = [(x(_of_user(each)), y(each.output_tokens_per_s)) for _, each in seen]
         canvas.path(places, f"series {css}")
         for (one, each), place in zip(seen, places, strict=True):
             tip = f"{arm}, {one.point.label}: {each.output_tokens_per_s:,.0f} tok/s"
@@ -170,6 +181,15 @@ def curve(points: Sequence[PointGain], width: float) -> Canvas:
     legend(canvas, [("base", "baseline"), ("cand", "patched")], width - right - 180, 15)
     canvas.text((left + width) / 2, height - 8, "tokens/s of one user", "t", "middle")
     return canvas
+
+
+def _of_user(figures: ServedFigures) -> float:
+    assert figures.user_tokens_per_s is not None  # `_times_users` looked
+    return figures.user_tokens_per_s
+
+
+def _times_users(point: PointGain) -> bool:
+    return all(one.user_tokens_per_s is not None for one in point.figures.values())
 
 
 def _by_trace(result: ServedResult) -> dict[str, list[PointGain]]:
@@ -186,7 +206,7 @@ def _by_trace(result: ServedResult) -> dict[str, list[PointGain]]:
 def _title(result: ServedResult) -> str:
     header = result.header
     gain = f"{result.comparison.gain_pct:+.2f} % tokens per second"
-    return f"{header.workload.model} in {header.workload.engine} as served, {gain}"
+    return f"{header.workload.model} in {header.workload.engine} {seen_by(header)}, {gain}"
 
 
 def _facts(result: ServedResult) -> list[str]:
@@ -200,7 +220,7 @@ def _facts(result: ServedResult) -> list[str]:
     return [
         *sides,
         *traces,
-        f"one server alone on the device at a time, driven by {header.client}",
+        *alone(header),
         f"weights: {header.workload.weights}; the same model was not checked here: see "
         "`patcher throughput compare` without --client",
         f"{result.environment.device}, driver {result.environment.driver}",
@@ -211,17 +231,25 @@ def _facts(result: ServedResult) -> list[str]:
 
 def _commands(result: ServedResult) -> list[str]:
     own = [result.command] if result.command else []
-    return [*own, shlex.join(result.header.serve), shlex.join(result.header.bench)]
+    return [*own, *map(shlex.join, filter(None, (result.header.serve, result.header.bench)))]
+
+
+def _table(result: ServedResult) -> tuple[list[str], list[list[str]]]:
+    return told(HEAD, [_row(point) for point in result.comparison.points])
 
 
 def _row(point: PointGain) -> list[str]:
     both = [point.figures[arm] for arm, _ in ARMS]
 
-    def times(name: str, digits: int) -> str:
-        return "; ".join(
-            " / ".join(f"{value:.{digits}f}" for value in getattr(one, name).values())
-            for one in both
-        )
+    def times(name: str, digits: int, keys: Sequence[str] = ("p50", "p95", "p99")) -> str:
+        tables = [getattr(one, name) for one in both]
+        if not all(tables):
+            return ""
+        return "; ".join(" / ".join(f"{each[key]:.{digits}f}" for key in keys) for each in tables)
+
+    def each(name: str, digits: int) -> str:
+        values = [getattr(one, name) for one in both]
+        return "" if None in values else "; ".join(f"{value:.{digits}f}" for value in values)
 
     return [
         point.point.label,
@@ -230,7 +258,8 @@ def _row(point: PointGain) -> list[str]:
         times("tpot_ms", 3),
         times("ttft_ms", 0),
         times("itl_ms", 3),
+        times("batch_ms", 1, ("p50", "p90", "p99")),
         "; ".join(f"{one.total_tokens_per_s:,.0f}" for one in both),
-        "; ".join(f"{one.goodput_per_s:.2f}" for one in both),
-        "; ".join(str(one.stalls) for one in both),
+        each("goodput_per_s", 2),
+        each("stalls", 0),
     ]

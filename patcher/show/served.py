@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from patcher.ab.served_records import PointGain, ServedResult
+from patcher.ab.served_words import NO_TIMES, told
 
+HEAD = (
+    *("point", "tok/s", "patched", "gain", "TPOT p50 ms", "TTFT p50 / p99 ms"),
+    *("ITL p50 / p99 ms", "a batch p50 / p99 ms", "good req/s", "stalls"),
+)
 VERDICTS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
 
 
 def served_lines(result: ServedResult) -> list[Any]:
     """The points of both sides, what was measured how, and the verdict."""
     found, header = result.comparison, result.header
-    table = Table(title=f"{header.workload.model} as {header.client} sees it, one server at a time")
-    for name in ("point", "tok/s", "patched", "gain", "TPOT p50 ms", "TTFT p50 / p99 ms"):
+    alone = "one engine" if header.offline else "one server"
+    table = Table(title=f"{header.workload.model} as {header.client} sees it, {alone} at a time")
+    head, rows = told(HEAD, [point_cells(point) for point in found.points])
+    for name in head:
         table.add_column(name, justify="left" if name == "point" else "right")
-    for name in ("ITL p50 / p99 ms", "good req/s", "stalls"):
-        table.add_column(name, justify="right")
-    for point in found.points:
-        table.add_row(*point_cells(point))
+    for row in rows:
+        table.add_row(*row)
     lines: list[Any] = [table]
     for role, side in zip(("baseline", "patched"), header.sides, strict=True):
         patches = f", {len(side.patches)} patches" if side.patches else ""
         lines.append(Text(f"{role}: {header.workload.engine} {side.version} {side.name}{patches}"))
+    if header.offline:
+        lines.append(Text(f"{header.client} has {NO_TIMES}"))
     noise = (
         ""
         if found.noise_pct is None
@@ -44,9 +52,23 @@ def point_cells(point: PointGain) -> tuple[str, ...]:
         point.point.label,
         *(f"{one.output_tokens_per_s:,.1f}" for one in both),
         point.said if point.point.rate is None else f"{point.said}, of a user",
-        ", ".join(f"{one.tpot_ms['p50']:.3f}" for one in both),
-        ", ".join(f"{one.ttft_ms['p50']:.0f} / {one.ttft_ms['p99']:.0f}" for one in both),
-        ", ".join(f"{one.itl_ms['p50']:.2f} / {one.itl_ms['p99']:.2f}" for one in both),
-        ", ".join(f"{one.goodput_per_s:.2f}" for one in both),
-        ", ".join(str(one.stalls) for one in both),
+        _times([one.tpot_ms for one in both], 3, ("p50",)),
+        _times([one.ttft_ms for one in both], 0),
+        _times([one.itl_ms for one in both], 2),
+        _times([one.batch_ms for one in both], 1),
+        _values([one.goodput_per_s for one in both], 2),
+        _values([one.stalls for one in both], 0),
     )
+
+
+def _times(
+    tables: Sequence[Mapping[str, float]], digits: int, keys: Sequence[str] = ("p50", "p99")
+) -> str:
+    """Percentiles of both sides; empty if there are none."""
+    if not all(tables):
+        return ""
+    return ", ".join(" / ".join(f"{each[key]:.{digits}f}" for key in keys) for each in tables)
+
+
+def _values(values: Sequence[float | None], digits: int) -> str:
+    return "" if None in values else ", ".join(f"{value:.{digits}f}" for value in values)

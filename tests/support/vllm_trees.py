@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/integrate/vllm",
     "tests/patcher/ab/test_served_client.py",
+    "tests/patcher/ab/test_offline_client.py",
     *(
         f"tests/bench/engines/test_vllm_{name}.py"
         for name in ("engine", "options", "routing", "runners", "weights")

@@ -248,7 +248,8 @@ def test_at_a_rate_of_requests_a_user_gains_and_the_mean_is_of_concurrencies(
     for one in (slow, fast):
         both = one.figures["baseline"], one.figures["patched"]
         assert both[0].output_tokens_per_s == both[1].output_tokens_per_s
-        assert both[1].user_tokens_per_s / both[0].user_tokens_per_s == pytest.approx(2)
+        users = [each.user_tokens_per_s or math.nan for each in both]
+        assert users[1] / users[0] == pytest.approx(2)
         assert one.gain_pct == pytest.approx(100)
     assert fast.figures["patched"].output_tokens_per_s == pytest.approx(8 * 256)
     assert found.comparison.gain_pct == pytest.approx(closed.gain_pct)
@@ -530,7 +531,7 @@ def test_traces_and_clients_are_data() -> None:
             client_of(name, engine)
         assert "sglang-bench (--engine sglang)" in raised.value.hint
     for one in clients().values():
-        assert json.loads(request_line(one.request, 'a "b" {answer}', "c", 7))
+        assert one.offline or json.loads(request_line(one.request, 'a "b" {answer}', "c", 7))
     given: dict[str, JsonValue] = {
         "a_b": True,
         "c": False,
