@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import secrets
 import stat
 import tomllib
 from collections.abc import Callable
@@ -102,9 +103,10 @@ def remembered(path: Path, kind: type[AnyRecord], measure: Callable[[], AnyRecor
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file so that other processes see all of it or nothing; its folder is created."""
+    """Write a file so that others see all of it or nothing, also of several that write it at once;
+    its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(f".{os.getpid()}")
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     staged.write_bytes(data.encode() if isinstance(data, str) else data)
     staged.replace(path)
 

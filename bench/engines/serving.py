@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from patcher.bench.engines.architecture import full_config
 from patcher.bench.errors import UsageError
-from patcher.bench.records import Record
+from patcher.bench.records import Record, write_atomically
 from patcher.bench.toolchains import cache_root
 
 TOKENIZER_CONFIG = {
@@ -179,14 +179,8 @@ def word_tokenizer(model: str) -> Path:
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": ends[0]},
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (
-            ("tokenizer.json", whole),
-            ("tokenizer_config.json", TOKENIZER_CONFIG),
-        ):
-            half = folder / f"{name}.part"
-            half.write_text(json.dumps(content), encoding="utf-8")
-            half.replace(folder / name)
+        write_atomically(folder / "tokenizer.json", json.dumps(whole))
+        write_atomically(folder / "tokenizer_config.json", json.dumps(TOKENIZER_CONFIG))
     except OSError as error:
         raise UsageError(
             f"cannot write {folder}: {error.strerror}", "set PATCHER_CACHE to a writable folder"

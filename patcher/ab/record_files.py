@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from patcher.bench import Record, VerificationError
+from patcher.bench import Record, VerificationError, write_atomically
 from patcher.runs.durable import held_alone
 
 RecordOfFile = TypeVar("RecordOfFile", bound=Record)
@@ -29,9 +29,7 @@ def read_record(path: Path, kind: type[RecordOfFile], hint: str) -> RecordOfFile
 
 
 def write_record(path: Path, record: Record) -> None:
-    half = path.with_suffix(".part")
-    half.write_text(record.model_dump_json(), encoding="utf-8")
-    half.replace(path)
+    write_atomically(path, record.model_dump_json())
 
 
 @contextmanager
