@@ -130,9 +130,16 @@ def compare_logits(
         floor=floor,
         between=between,
         near_tie_flips=sum(gap <= allowance for gap in gaps),
+        near_ties=int((lead(baseline) <= allowance).sum()),
         passed=not broken,
         reason="; ".join(broken) or fine,
     )
+
+
+def lead(logits: torch.Tensor) -> torch.Tensor:
+    """By how much the largest of the logits [positions, vocabulary] leads the next; [positions]."""
+    first, second = logits.topk(2, dim=-1).values.unbind(-1)
+    return first - second
 
 
 def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:

@@ -192,6 +192,10 @@ def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
     assert found.between.flips == found.near_tie_flips == len(rows)
     assert found.passed, found.reason
     assert f"{len(rows)} near ties, largest margin" in printed(found)
+    ties = ((baseline - baseline.amax(-1, keepdim=True)) >= -found.flip_allowance).sum(-1) > 1
+    assert found.near_ties == int(ties.sum())
+    assert len(rows) < found.near_ties < len(baseline)
+    assert f"at {found.near_ties} of {found.positions} positions" in printed(found)
     wide = swapped.clone()
     far = int((top.values[:, 0] - top.values[:, 1]).argmax())
     wide[far, top.indices[far, 1]] = wide[far, top.indices[far, 0]] + 1e-3
