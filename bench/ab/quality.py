@@ -17,6 +17,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,12 +27,15 @@ from patcher.bench.ab.logits import NOT_FINITE, is_finite, larger, logit_error, 
 from patcher.bench.ab.records import LogitError, Quality, TaskScore
 from patcher.bench.ab.windows import Arms
 from patcher.bench.engines import Engine
+from patcher.bench.stats.comparison import Arm
 
 RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5
 TAIL_KL_FACTOR = 4.0
 MAX_FACTOR = 2.0
 TINY = 1e-9
+ORDER: Sequence[Arm] = ("baseline", "baseline", "patched")
+"""The runs of each test."""
 ROUNDING = torch.finfo(torch.float32).eps
 """Relative error that every patch may have, since logits are compared in float32."""
 
@@ -48,19 +53,24 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
         picked = engine.generate(prompts, steps).tokens
     tokens = torch.cat([prompts, picked], dim=1)
 
-    def served(arm: str) -> torch.Tensor:
-        with arms["patched" if arm == "patched" else "baseline"]():
+    def served(arm: Arm) -> torch.Tensor:
+        with arms[arm]():
             return served_logits(engine, prompts, picked).flatten(0, 1)
 
     # both runs of the baseline come first, so that a patch cannot increase the baseline's error
-    baseline, again, patched = (served(arm) for arm in ("baseline", "baseline", "patched"))
+    baseline, again, patched = map(served, ORDER)
     # from the logits that choose the first generated token; the last logits choose none
     wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
     found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
-    refusal = cloze.refusal(engine.workload)
-    if refusal is not None:
-        return found.model_copy(update={"task_refusal": refusal})
-    return _with_task(found, cloze.score(engine, arms))
+    asked = cloze.questions(engine.workload)
+    if isinstance(asked, str):
+        return found.model_copy(update={"task_refusal": asked})
+
+    def answers(arm: Arm) -> torch.Tensor:
+        with arms[arm]():
+            return cloze.answers(partial(served_logits, engine), asked, engine.workload.batch)
+
+    return with_task(found, cloze.judge(*map(answers, ORDER)))
 
 
 def greedy_identical(
@@ -174,7 +184,8 @@ def _gap_limit(worst: float | None, allowance: float) -> tuple[str, float, float
     return "gap at a changed pick", worst or 0.0, allowance
 
 
-def _with_task(found: Quality, task: TaskScore) -> Quality:
+def with_task(found: Quality, task: TaskScore) -> Quality:
+    """The quality with the third test."""
     failed = [rung.reason for rung in (found, task) if not rung.passed]
     return found.model_copy(
         update={

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from contextlib import ExitStack
+from math import isfinite
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from patcher.ab import arm_protocol as say
 from patcher.ab.receipt_counts import merged
 from patcher.bench import PatcherError, Shape, UsageError, Workload
+from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
@@ -83,6 +85,8 @@ class ArmServer:
                 return say.Generated(tokens=made.tokens.tolist())
             case say.Logits():
                 return self._logits(command)
+            case say.Answer(questions=questions):
+                return self._answers(questions)
             case say.AskRouting(seed=seed, steps=steps):
                 prompts = self.engine.prompts(seed)
                 return say.Entropy(percent=self.engine.routing_entropy_pct(prompts, steps))
@@ -148,6 +152,15 @@ class ArmServer:
         values, how = _logits_of(self.engine, prompts, forced, asked.reference)
         np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
         return say.Wrote(how=how)
+
+    def _answers(self, questions: list[cloze.Question]) -> say.Answered:
+        def served(prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+            return _logits_of(self.engine, prompts, forced, reference=False)[0]
+
+        found = cloze.answers(served, questions, self.workload.batch).tolist()
+        return say.Answered(
+            likelihoods=[[one if isfinite(one) else None for one in each] for each in found]
+        )
 
     def _memory(self) -> say.MemoryUse:
         free = free_bytes(self.workload.device)
