@@ -12,7 +12,6 @@ import os
 import sys
 from contextlib import ExitStack
 from math import isfinite
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
+from patcher.bench.machine.memory import free_host_bytes
 from patcher.integrate import Receipt, activated, await_engine, worker_receipts
 
 if TYPE_CHECKING:
@@ -196,10 +196,7 @@ def free_bytes(device: str) -> int:
     """Current memory use of the GPU, or of the host."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise UsageError("/proc/meminfo has no MemAvailable")
+    return free_host_bytes()
 
 
 def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
