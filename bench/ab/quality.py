@@ -10,7 +10,9 @@
    of `gpt-oss-tiny` moved them by up to 1.9 times in 24 runs. An error of one rounding of float32
    is allowed besides: an engine in float32 may agree with its reference to the last bit.
 2. Greedy picks. Where the arms pick different tokens, the baseline's logit gap between them must be
-   small enough for those errors to explain it.
+   small enough for the errors of leading logits to explain it: of the two largest of each position.
+   The error of any logit would explain too much. In SmolLM2-135M in bfloat16 it is 1.7, of a rare
+   token; that of leading logits is a fraction of it, and the median gap is 2.1.
 3. A task, if the weights are real: see `patcher.bench.ab.cloze`.
 """
 
@@ -99,8 +101,10 @@ def compare_logits(
     theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))
     gaps = _gaps(baseline, patched)
     worst = max(gaps, default=None)
+    leading = max(_leading_error(each, reference) for each in (baseline, again))
+    leading += ROUNDING * _largest(reference)
     # two logits may each move towards the other by the difference between the arms
-    allowance = 2 * (theirs.max_error + min(ours.max_error, MAX_FACTOR * theirs.max_error))
+    allowance = 2 * (leading + min(_leading_error(patched, reference), MAX_FACTOR * leading))
     broken = [
         f"{name} {got:.3g} over {limit:.3g}"
         for name, got, limit in (*_limits(ours, theirs, reference), _gap_limit(worst, allowance))
@@ -152,6 +156,18 @@ def lead(logits: torch.Tensor) -> torch.Tensor:
     return first - second
 
 
+def _leading_error(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error of the two largest logits of a position."""
+    two = values.topk(2, dim=-1)
+    worst = float((two.values.double() - reference.gather(-1, two.indices).double()).abs().max())
+    return worst if math.isfinite(worst) else NOT_FINITE
+
+
+def _largest(logits: torch.Tensor) -> float:
+    largest = float(logits.abs().max())
+    return largest if math.isfinite(largest) else 0.0
+
+
 def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:
     """The baseline's logit gap between its pick and the patched model's, where they differ."""
     picks, other = baseline.argmax(-1), patched.argmax(-1)
@@ -163,16 +179,14 @@ def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:
 def _limits(
     ours: LogitError, theirs: LogitError, reference: torch.Tensor
 ) -> list[tuple[str, float, float]]:
-    usual, largest = (
-        ROUNDING * float(scale) if scale.isfinite() else 0.0
-        for scale in (reference.float().square().mean().sqrt(), reference.abs().max())
-    )
+    scale = float(reference.float().square().mean().sqrt())
+    usual = ROUNDING * scale if math.isfinite(scale) else 0.0
     factors = (
         ("rmse", "rmse", RMSE_FACTOR, usual),
         ("mean KL", "mean_kl", KL_FACTOR, 0.0),
         ("99th percentile of KL", "p99_kl", TAIL_KL_FACTOR, 0.0),
         ("largest KL", "max_kl", TAIL_KL_FACTOR, 0.0),
-        ("largest error", "max_error", MAX_FACTOR, largest),
+        ("largest error", "max_error", MAX_FACTOR, ROUNDING * _largest(reference)),
     )
     return [
         (name, getattr(ours, field), factor * getattr(theirs, field) + max(rounding, TINY))

@@ -239,3 +239,22 @@ def test_the_reference_puts_back_a_forward_of_the_instances_own(engine: Engine) 
         del norm.forward
     engine.reference_logits(engine.prompts(1))
     assert "forward" not in norm.__dict__
+
+
+def test_a_wrong_logit_of_a_rare_token_excuses_no_changed_pick() -> None:
+    """As in bfloat16 on real weights, where the errors of rare tokens are the largest."""
+    reference = logits()
+    baseline = reference + noise(1e-2, 1)
+    baseline[3, reference[3].argmin()] += 2
+    top = reference.topk(2, dim=-1)
+    gaps = top.values[:, 0] - top.values[:, 1]
+    row = int((gaps - 0.5).abs().argmin())
+    changed = baseline.clone()
+    changed[row, top.indices[row, 1]] = baseline[row].amax() + 1e-3
+    found = compare_logits(baseline, baseline, changed, reference, "float64")
+    assert found.worst_flip_margin is not None
+    assert found.flip_allowance < 0.4 < found.worst_flip_margin < 4 * found.baseline_max_error
+    assert not found.passed
+    assert "gap at a changed pick" in found.reason
+    assert found.near_ties is not None
+    assert found.near_ties < len(baseline) / 2
