@@ -25,6 +25,8 @@ from patcher.bench.engines import ENGINES
 from patcher.integrate import Patch
 
 ROUTING_STEPS = 16
+QUESTIONS = 10
+"""Questions of one command, so that a slow engine replies in time."""
 REVERT_STEPS = 256
 """Most greedy tokens per sequence that must be the same before and after."""
 
@@ -89,7 +91,10 @@ class QualityCheck:
         """Log-likelihoods of the task's choices, float64 [items, choices]; None without a task."""
         if isinstance(self.questions, str):
             return None
-        found = process.ask(say.Answer(questions=self.questions), say.Answered).likelihoods
+        found: list[list[float | None]] = []
+        for begin in range(0, len(self.questions), QUESTIONS):
+            asked = say.Answer(questions=self.questions[begin : begin + QUESTIONS])
+            found += process.ask(asked, say.Answered).likelihoods
         rows = [[math.nan if one is None else one for one in each] for each in found]
         return torch.tensor(rows, dtype=torch.float64)
 

@@ -16,7 +16,7 @@ from patcher.ab import arm_protocol as say
 from patcher.ab.block_folder import BlockFolder, BlocksQuality
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
-from patcher.ab.quality_check import QualityCheck
+from patcher.ab.quality_check import QUESTIONS, QualityCheck
 from patcher.bench import VerificationError, Workload
 from patcher.bench.ab import cloze
 from patcher.bench.ab.logits import served_logits
@@ -84,6 +84,7 @@ def test_likelihoods_that_are_not_finite_pass_the_pipe(tmp_path: Path) -> None:
     process: Any = SimpleNamespace(ask=lambda *_: say.REPLY.validate_json(reply))
     found = check.answers(process)
     assert found is not None
+    assert len(found) == len(cloze.items()) // QUESTIONS, "a row of each reply"
     assert found[0, 0] == -1
     assert math.isnan(found[0, 1])
 
