@@ -41,7 +41,7 @@ class NearTies:
     near_ties: int
     near_tie_pct: float
     flip_allowance: float
-    """4 times the largest error of a leading logit."""
+    """Twice the largest error of a gap between the best token and one of the next ten."""
     within_max_error: int
     """Positions whose gap is within 4 times the largest error of any logit instead."""
     within_rmse: int
