@@ -11,7 +11,7 @@ items. Scoring by the likelihood of each choice follows EleutherAI's lm-evaluati
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -20,10 +20,7 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
-from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.records import TaskScore
-from patcher.bench.ab.windows import Arms
-from patcher.bench.engines import Engine
 from patcher.bench.errors import UsageError
 from patcher.bench.workload import Workload, weights_id
 
@@ -33,6 +30,13 @@ DECODED = 4
 """Tokens of an item that are decoded one by one; without them, a choice of one token would be read
 from prefill alone."""
 BOOTSTRAPS = 4000
+
+
+Question = list[list[int]]
+"""The tokens of an item with each of its choices."""
+Served = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits [batch, steps + 1, vocabulary] of an engine as it serves, from prompts [batch, length] and
+forced tokens [batch, steps + 1]; see `patcher.bench.ab.logits.served_logits`."""
 
 
 @dataclass(frozen=True)
@@ -49,29 +53,27 @@ def items() -> list[Item]:
     return [Item(first, tuple(rest)) for first, *rest in tomllib.loads(text)["items"]]
 
 
-def refusal(workload: Workload) -> str | None:
-    """Why there is no task score for this workload; None if there is one."""
+def questions(workload: Workload) -> list[Question] | str:
+    """The items as the model's tokens, or why there is no task score for this workload."""
     if workload.weights == "random":
         return "the weights are random, so both arms would score at chance"
-    return None
-
-
-def score(engine: Engine, arms: Arms) -> TaskScore:
-    """Answers of the baseline, of a second run of the baseline, and of the patched model.
-
-    Raises:
-        UsageError: the weights have no tokenizer.
-    """
-    tokenizer = _tokenizer(engine.workload)
-    encoded = [
+    try:
+        tokenizer = tokenizer_of(workload)
+    except (UsageError, ImportError) as error:
+        return str(error)
+    return [
         [list(tokenizer(f"{item.statement} {choice}")["input_ids"]) for choice in item.choices]
         for item in items()
     ]
-    runs = []
-    for enter in (arms["baseline"], arms["baseline"], arms["patched"]):
-        with enter():
-            runs.append(torch.stack([_likelihoods(engine, each) for each in encoded]))
-    return judge(*runs)
+
+
+def answers(served: Served, asked: Sequence[Question], batch: int) -> torch.Tensor:
+    """Log-likelihoods of each question's choices; [questions, choices] float64.
+
+    Args:
+        batch: number of rows that are decoded at a time.
+    """
+    return torch.stack([_likelihoods(served, choices, batch) for choices in asked])
 
 
 def judge(baseline: torch.Tensor, again: torch.Tensor, patched: torch.Tensor) -> TaskScore:
@@ -164,7 +166,7 @@ def _bootstrap(differences: torch.Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
+def _likelihoods(served: Served, choices: Question, batch: int) -> torch.Tensor:
     """Log-likelihood of each choice, given the tokens that all choices of an item share; [choices]
     float64.
 
@@ -177,14 +179,13 @@ def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
     shared = next((at for at, tokens in columns if len(set(tokens)) > 1), shortest - 1)
     begin = max(shared - DECODED, 1)
     width = max(map(len, choices)) - begin
-    batch = engine.workload.batch
     found: list[float] = []
     while len(found) < len(choices):
         rows = [choices[min(len(found) + row, len(choices) - 1)] for row in range(batch)]
         prompts = torch.tensor([row[:begin] for row in rows])
         # padding of shorter choices is arbitrary, since no earlier position can see it
         forced = torch.tensor([(row[begin:] + [row[-1]] * width)[:width] for row in rows])
-        likely = served_logits(engine, prompts, forced).double().log_softmax(-1)
+        likely = served(prompts, forced).double().log_softmax(-1)
         of_tokens = likely.gather(2, forced[:, :, None]).squeeze(2)
         found += [
             float(of_tokens[index, : len(row) - begin].sum()) for index, row in enumerate(rows)
@@ -192,7 +193,12 @@ def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
     return torch.tensor(found[: len(choices)], dtype=torch.float64)
 
 
-def _tokenizer(workload: Workload) -> Any:
+def tokenizer_of(workload: Workload) -> Any:
+    """The tokenizer beside the workload's weights.
+
+    Raises:
+        UsageError: there is none.
+    """
     from transformers import AutoTokenizer
 
     name = weights_id(workload)

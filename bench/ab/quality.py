@@ -10,13 +10,18 @@
    of `gpt-oss-tiny` moved them by up to 1.9 times in 24 runs. An error of one rounding of float32
    is allowed besides: an engine in float32 may agree with its reference to the last bit.
 2. Greedy picks. Where the arms pick different tokens, the baseline's logit gap between them must be
-   small enough for those errors to explain it.
+   small enough for errors of such gaps to explain it: of the lead of the largest logit over the
+   next ten, at any position. Errors of single logits explain too much: in SmolLM2-135M in bfloat16
+   all logits of a position shift by up to 0.85 together, which changes no pick, and by the largest
+   error of a logit 93 % of positions were near ties.
 3. A task, if the weights are real: see `patcher.bench.ab.cloze`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,12 +30,17 @@ from patcher.bench.ab.logits import NOT_FINITE, is_finite, larger, logit_error, 
 from patcher.bench.ab.records import LogitError, Quality, TaskScore
 from patcher.bench.ab.windows import Arms
 from patcher.bench.engines import Engine
+from patcher.bench.stats.comparison import Arm
 
 RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5
 TAIL_KL_FACTOR = 4.0
 MAX_FACTOR = 2.0
+LEADING = 10
+"""Tokens after the best one that a patch may pick in its place."""
 TINY = 1e-9
+ORDER: Sequence[Arm] = ("baseline", "baseline", "patched")
+"""The runs of each test."""
 ROUNDING = torch.finfo(torch.float32).eps
 """Relative error that every patch may have, since logits are compared in float32."""
 
@@ -48,19 +58,24 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
         picked = engine.generate(prompts, steps).tokens
     tokens = torch.cat([prompts, picked], dim=1)
 
-    def served(arm: str) -> torch.Tensor:
-        with arms["patched" if arm == "patched" else "baseline"]():
+    def served(arm: Arm) -> torch.Tensor:
+        with arms[arm]():
             return served_logits(engine, prompts, picked).flatten(0, 1)
 
     # both runs of the baseline come first, so that a patch cannot increase the baseline's error
-    baseline, again, patched = (served(arm) for arm in ("baseline", "baseline", "patched"))
+    baseline, again, patched = map(served, ORDER)
     # from the logits that choose the first generated token; the last logits choose none
     wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
     found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
-    refusal = cloze.refusal(engine.workload)
-    if refusal is not None:
-        return found.model_copy(update={"task_refusal": refusal})
-    return _with_task(found, cloze.score(engine, arms))
+    asked = cloze.questions(engine.workload)
+    if isinstance(asked, str):
+        return found.model_copy(update={"task_refusal": asked})
+
+    def answers(arm: Arm) -> torch.Tensor:
+        with arms[arm]():
+            return cloze.answers(partial(served_logits, engine), asked, engine.workload.batch)
+
+    return with_task(found, cloze.judge(*map(answers, ORDER)))
 
 
 def greedy_identical(
@@ -89,8 +104,9 @@ def compare_logits(
     theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))
     gaps = _gaps(baseline, patched)
     worst = max(gaps, default=None)
-    # two logits may each move towards the other by the difference between the arms
-    allowance = 2 * (theirs.max_error + min(ours.max_error, MAX_FACTOR * theirs.max_error))
+    of_gaps = max(_gap_error(each, reference) for each in (baseline, again))
+    of_gaps += 2 * ROUNDING * _largest(reference)
+    allowance = of_gaps + min(_gap_error(patched, reference), MAX_FACTOR * of_gaps)
     broken = [
         f"{name} {got:.3g} over {limit:.3g}"
         for name, got, limit in (*_limits(ours, theirs, reference), _gap_limit(worst, allowance))
@@ -130,9 +146,29 @@ def compare_logits(
         floor=floor,
         between=between,
         near_tie_flips=sum(gap <= allowance for gap in gaps),
+        near_ties=int((lead(baseline) <= allowance).sum()),
         passed=not broken,
         reason="; ".join(broken) or fine,
     )
+
+
+def lead(logits: torch.Tensor) -> torch.Tensor:
+    """By how much the largest of the logits [positions, vocabulary] leads the next; [positions]."""
+    first, second = logits.topk(2, dim=-1).values.unbind(-1)
+    return first - second
+
+
+def _gap_error(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error of the lead of a position's largest logit over the next ones."""
+    found = values.topk(min(LEADING + 1, values.shape[-1]), dim=-1)
+    errors = found.values.double() - reference.gather(-1, found.indices).double()
+    worst = float((errors[:, :1] - errors[:, 1:]).abs().max())
+    return worst if math.isfinite(worst) else NOT_FINITE
+
+
+def _largest(logits: torch.Tensor) -> float:
+    largest = float(logits.abs().max())
+    return largest if math.isfinite(largest) else 0.0
 
 
 def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:
@@ -146,16 +182,14 @@ def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:
 def _limits(
     ours: LogitError, theirs: LogitError, reference: torch.Tensor
 ) -> list[tuple[str, float, float]]:
-    usual, largest = (
-        ROUNDING * float(scale) if scale.isfinite() else 0.0
-        for scale in (reference.float().square().mean().sqrt(), reference.abs().max())
-    )
+    scale = float(reference.float().square().mean().sqrt())
+    usual = ROUNDING * scale if math.isfinite(scale) else 0.0
     factors = (
         ("rmse", "rmse", RMSE_FACTOR, usual),
         ("mean KL", "mean_kl", KL_FACTOR, 0.0),
         ("99th percentile of KL", "p99_kl", TAIL_KL_FACTOR, 0.0),
         ("largest KL", "max_kl", TAIL_KL_FACTOR, 0.0),
-        ("largest error", "max_error", MAX_FACTOR, largest),
+        ("largest error", "max_error", MAX_FACTOR, ROUNDING * _largest(reference)),
     )
     return [
         (name, getattr(ours, field), factor * getattr(theirs, field) + max(rounding, TINY))
@@ -167,7 +201,8 @@ def _gap_limit(worst: float | None, allowance: float) -> tuple[str, float, float
     return "gap at a changed pick", worst or 0.0, allowance
 
 
-def _with_task(found: Quality, task: TaskScore) -> Quality:
+def with_task(found: Quality, task: TaskScore) -> Quality:
+    """The quality with the third test."""
     failed = [rung.reason for rung in (found, task) if not rung.passed]
     return found.model_copy(
         update={

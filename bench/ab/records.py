@@ -97,6 +97,8 @@ class Quality(Record):
     """The patched model against the baseline; compare it with `floor`."""
     near_tie_flips: int | None = None
     """Positions with different picks whose gap is within the allowance."""
+    near_ties: int | None = None
+    """Positions, of all, at which the baseline's two largest logits are within the allowance."""
     task: TaskScore | None = None
     task_refusal: str | None = None
     """Why there is no task score."""

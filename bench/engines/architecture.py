@@ -13,10 +13,14 @@ from patcher.bench.engines.model_config import (
     read_json,
 )
 from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.machine.memory import free_host_bytes
 from patcher.bench.presets import Preset, presets
 
 CPU_PARAMETERS = 1_000_000_000
-"""Parameters beyond which a model takes a CPU minutes."""
+"""Parameters up to which a model is taken to fit a CPU."""
+CPU_BYTES = 6
+"""Memory that each parameter of a larger one takes on a CPU: float32, and half as much again for
+activations, caches and what is in higher precision for a while."""
 
 LENGTHS = (
     "max_position_embeddings",
@@ -80,7 +84,7 @@ def full_config(model: str) -> dict[str, Any]:
 
 
 def must_fit_cpu(model: str) -> None:
-    """Refuse a model that is too large for a CPU.
+    """Refuse a preset that is too large for a CPU, or a model that its free memory does not hold.
 
     Raises:
         MissingError: it is.
@@ -93,12 +97,16 @@ def must_fit_cpu(model: str) -> None:
 
         shell = skeleton(model_config(model), model)
         count = sum(each.numel() for each in shell.parameters())
-        size, fits = count / 1e9, count <= CPU_PARAMETERS
+        size, fits = count / 1e9, count <= CPU_PARAMETERS or _has_room(count)
     if not fits:
         raise MissingError(
             f"no GPU here, and {model} ({size:.3g} billion parameters) does not fit a CPU",
             "run on a GPU host, read a profile with --from FILE, or try `patcher demo`",
         )
+
+
+def _has_room(parameters: int) -> bool:
+    return parameters * CPU_BYTES <= free_host_bytes()
 
 
 def longest_context(model: str) -> int | None:

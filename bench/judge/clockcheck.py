@@ -93,6 +93,25 @@ def below_floor(ours: Sequence[TimedBlock], floor_us: float) -> str | None:
     return f"{claimed:.3g} us a call is below what this machine can do, {floor_us:.3g} us"
 
 
+def drowned(ours: Sequence[TimedBlock], floor_us: float, spread_us: float) -> str | None:
+    """Check on a CPU whether the machine's noise hides a block of calls at the floor: then times
+    below it accuse nobody, since the clock is the judge's.
+
+    Args:
+        spread_us: by how much empty commands differ, whose cost is taken off each block.
+
+    Returns:
+        The disturbance, or None.
+    """
+    shortest = floor_us * ours[0].calls
+    if spread_us <= shortest:
+        return None
+    return (
+        f"empty commands, all alike, differ by {spread_us:.3g} us, and {ours[0].calls} calls may "
+        f"take {shortest:.3g} us"
+    )
+
+
 def suspicious(
     ours: Sequence[TimedBlock],
     theirs: Sequence[TimedBlock],

@@ -74,6 +74,11 @@ class EmptyCommands:
             cpu / cpus, spent.wall_us - statistics.median(each.wall_us for each in self._last)
         )
 
+    def spread_us(self, cpus: int) -> float:
+        """By how much their cost differs, in microseconds, as `net_us` takes it off."""
+        costs = [each.cpu_us if cpus == 1 else each.wall_us for each in self._last]
+        return max(costs) - min(costs)
+
 
 @dataclass
 class TimedArm:
@@ -104,6 +109,11 @@ class TimedArm:
         """On CUDA: the process that runs captured calls."""
         carried = self.apart is not None and self.apart.carried
         return self.apart.runner if carried and self.apart is not None else self.runner
+
+    @property
+    def empty_spread_us(self) -> float:
+        """On a CPU: by how much the empty commands differ, in microseconds."""
+        return self.empty.spread_us(len(self.runner.cpus or []))
 
     def prepare(self, sets: CallSets, timeout_s: float) -> None:
         """Make the first calls at a shape, which run just-in-time compilers; on CUDA, capture them.

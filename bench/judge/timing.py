@@ -31,6 +31,7 @@ from patcher.bench.judge.clockcheck import (
     Traced,
     are_steady,
     below_floor,
+    drowned,
     hidden_paid,
     left_out,
     of_pairs,
@@ -177,20 +178,21 @@ class TimingSession:
 
     def _measured(self, point: Point, sets: int) -> Measured:
         ours, theirs, dropped = self._pairs(point, sets)
-        alone = (
-            self._one_by_one(point, sets) if self.device == "cpu" else self._singles(point, sets)
-        )
-        each_alone = [a for a, _ in alone], [b for _, b in alone]
-        problem = below_floor(ours, self.ceilings.floor_us(self.op.contract, point))
+        single = self._one_by_one if self.device == "cpu" else self._singles
+        alone = zip(*single(point, sets), strict=True)
+        floor_us = self.ceilings.floor_us(self.op.contract, point)
+        problem = below_floor(ours, floor_us)
+        disturbance = unsteady(theirs) if self.precision.tells else None
         if self.device == "cpu":
-            more = shared_us(ours, theirs, *each_alone)
+            if problem and (noise := drowned(ours, floor_us, self.ours.empty_spread_us)):
+                problem, disturbance = None, noise
+            more = shared_us(ours, theirs, *alone)
             ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
         else:
-            problem = problem or suspicious(ours, theirs, *each_alone)
+            problem = problem or suspicious(ours, theirs, *alone)
             if self.ours.graphs is self.ours.runner:  # the clock is in the candidate's hands
                 problem = problem or left_out(ours, theirs)
                 ours = hidden_paid(ours, theirs)
-        disturbance = unsteady(theirs) if self.precision.tells else None
         return Measured(ours, theirs, dropped, problem, disturbance)
 
     def _pairs(self, point: Point, sets: int) -> tuple[list[TimedBlock], list[TimedBlock], int]:
@@ -214,16 +216,13 @@ class TimingSession:
         steady = are_steady(clocks)
         if sum(steady) < len(steady) / 2:  # this load always runs so, in both arms alike
             steady = [True] * len(steady)
-        dropped = len(steady) - sum(steady)
         chosen = [i for i, one in enumerate(steady) if one]
-        return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
+        return [ours[i] for i in chosen], [theirs[i] for i in chosen], len(steady) - len(chosen)
 
     def _singles(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
         """Pairs of blocks of one call each, so that no work can be shared between calls."""
-        draw = self.draw.random
-        return [
-            self._pair(point, sets, bool(draw.getrandbits(1)), 1, exactly=1) for _ in range(SINGLES)
-        ]
+        flip = self.draw.random.getrandbits
+        return [self._pair(point, sets, bool(flip(1)), 1, exactly=1) for _ in range(SINGLES)]
 
     def _one_by_one(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
         """The same, of calls whose values come after the call before them has ended."""
@@ -258,9 +257,9 @@ class TimingSession:
         order = self.draw.order(len(batch.cases), least)
         if mode in ("cold", "eager"):
             order = order[:COLD_CALLS]
-        if arm.checked:
-            return self._checked(batch, order, mode)
-        return arm.block(batch, order, mode)[0]
+        return (
+            self._checked(batch, order, mode) if arm.checked else arm.block(batch, order, mode)[0]
+        )
 
     def followed(self, points: Sequence[Point], load_timeout_s: float) -> str:
         """Call the candidate behind a kernel that writes its inputs late.

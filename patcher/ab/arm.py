@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
+from math import isfinite
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from pydantic import ValidationError
 from patcher.ab import arm_protocol as say
 from patcher.ab.receipt_counts import merged
 from patcher.bench import PatcherError, Shape, UsageError, Workload
+from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
+from patcher.bench.machine.memory import free_host_bytes
 from patcher.integrate import Receipt, activated, await_engine, worker_receipts
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class ArmServer:
                 return say.Generated(tokens=made.tokens.tolist())
             case say.Logits():
                 return self._logits(command)
+            case say.Answer(questions=questions):
+                return self._answers(questions)
             case say.AskRouting(seed=seed, steps=steps):
                 prompts = self.engine.prompts(seed)
                 return say.Entropy(percent=self.engine.routing_entropy_pct(prompts, steps))
@@ -149,6 +153,15 @@ class ArmServer:
         np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
         return say.Wrote(how=how)
 
+    def _answers(self, questions: list[cloze.Question]) -> say.Answered:
+        def served(prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+            return _logits_of(self.engine, prompts, forced, reference=False)[0]
+
+        found = cloze.answers(served, questions, self.workload.batch).tolist()
+        return say.Answered(
+            likelihoods=[[one if isfinite(one) else None for one in each] for each in found]
+        )
+
     def _memory(self) -> say.MemoryUse:
         free = free_bytes(self.workload.device)
         held = max(self._free_before - free, 0)
@@ -183,10 +196,7 @@ def free_bytes(device: str) -> int:
     """Current memory use of the GPU, or of the host."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise UsageError("/proc/meminfo has no MemAvailable")
+    return free_host_bytes()
 
 
 def serve(commands: IO[bytes], replies: IO[bytes]) -> int:

@@ -91,6 +91,14 @@ class Logits(Record):
     """Whether to use higher precision, if the engine can."""
 
 
+class Answer(Record):
+    """Answer multiple-choice questions. Reply: `Answered`."""
+
+    do: Literal["answer"] = "answer"
+    questions: list[list[list[int]]]
+    """See `patcher.bench.ab.cloze.Question`."""
+
+
 class AskRouting(Record):
     """Measure the entropy of the routing. Reply: `Entropy`."""
 
@@ -127,6 +135,7 @@ ArmCommand = Annotated[
     | InSteps
     | Generate
     | Logits
+    | Answer
     | AskRouting
     | AskMemory
     | AskReceipts
@@ -171,6 +180,12 @@ class Wrote(Record):
     """How the logits were computed."""
 
 
+class Answered(Record):
+    kind: Literal["answered"] = "answered"
+    likelihoods: list[list[float | None]]
+    """[questions][choices]; None: not finite."""
+
+
 class Entropy(Record):
     kind: Literal["entropy"] = "entropy"
     percent: float | None
@@ -204,6 +219,7 @@ ArmReply = Annotated[
     | StepSeconds
     | Generated
     | Wrote
+    | Answered
     | Entropy
     | MemoryUse
     | Receipts

@@ -13,7 +13,7 @@ import torch
 from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
 from patcher.ab.job import ABJob
-from patcher.ab.quality_check import Tokens
+from patcher.ab.quality_check import Served, Tokens
 from patcher.ab.record_files import RecordOfFile, kept_until_done, read_record, write_record
 from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
 from patcher.bench.ab.blocks import Block
@@ -63,7 +63,7 @@ class BlocksQuality(Record):
 
 
 class BlockFolder:
-    """Records, written atomically, and logits until they are compared.
+    """Records, written atomically, and logits and answers until they are compared.
 
     Reading a damaged record raises `VerificationError`.
     """
@@ -86,7 +86,7 @@ class BlockFolder:
         write_record(self._block(record.block.number), record)
 
     def quality(self, make: Callable[[], BlocksQuality]) -> BlocksQuality:
-        """Delete the logits."""
+        """The quality, made once; what it is made from is deleted."""
         found = self._remembered("quality.json", BlocksQuality, make)
         for path in self.path.glob("*.npy"):
             path.unlink()
@@ -95,18 +95,24 @@ class BlockFolder:
     def _block(self, number: int) -> Path:
         return self.path / f"wave-{number}.json"
 
-    def write_logits(self, name: str, logits: torch.Tensor) -> None:
-        np.save(self._logits(name), logits.numpy(), allow_pickle=False)
+    def write_served(self, name: str, served: Served) -> None:
+        for path, values in zip(self._served(name), served, strict=True):
+            if values is not None:
+                np.save(path, values.numpy(), allow_pickle=False)
 
-    def logits(self, name: str) -> torch.Tensor:
-        path = self._logits(name)
+    def served(self, name: str) -> Served:
+        logits, answers = self._served(name)
+        return Served(self._array(logits), self._array(answers) if answers.is_file() else None)
+
+    def _served(self, name: str) -> tuple[Path, Path]:
+        stem = hashlib.sha256(name.encode()).hexdigest()[:12]
+        return self.path / f"{stem}.npy", self.path / f"{stem}-answers.npy"
+
+    def _array(self, path: Path) -> torch.Tensor:
         try:
             return torch.from_numpy(np.load(path, allow_pickle=False))
         except (OSError, ValueError) as error:
             raise VerificationError(f"{path} is damaged", self._hint) from error
-
-    def _logits(self, name: str) -> Path:
-        return self.path / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.npy"
 
     def _remembered(
         self, name: str, kind: type[RecordOfFile], make: Callable[[], RecordOfFile]

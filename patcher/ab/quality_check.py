@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,15 +16,17 @@ from pydantic import JsonValue
 from patcher.ab import arm_protocol as say
 from patcher.ab.arm_process import ArmProcess
 from patcher.ab.launcher import ArmLauncher
-from patcher.bench import Quality
+from patcher.bench import Quality, VerificationError
 from patcher.bench.ab import cloze
 from patcher.bench.ab.engine_config import overriding, words
 from patcher.bench.ab.processes import SHARE_ALONE
-from patcher.bench.ab.quality import compare_logits
+from patcher.bench.ab.quality import compare_logits, with_task
 from patcher.bench.engines import ENGINES
 from patcher.integrate import Patch
 
 ROUTING_STEPS = 16
+QUESTIONS = 10
+"""Questions of one command, so that a slow engine replies in time."""
 REVERT_STEPS = 256
 """Most greedy tokens per sequence that must be the same before and after."""
 
@@ -42,14 +45,25 @@ class ReferenceLogits(NamedTuple):
     """Entropy of the routing, in percent."""
 
 
+class Served(NamedTuple):
+    """What one process gave to be compared."""
+
+    logits: torch.Tensor
+    """[positions, vocabulary]"""
+    answers: torch.Tensor | None
+    """Log-likelihoods of the task's choices, [items, choices]; None without a task."""
+
+
 class QualityCheck:
-    """Gets tokens and logits from the processes of one job, and compares them."""
+    """Gets tokens, logits and answers from the processes of one job, and compares them."""
 
     def __init__(self, launcher: ArmLauncher) -> None:
         self.launcher, self.job = launcher, launcher.job
         self._references: dict[str, ReferenceLogits] = {}
-        self._unpatched: dict[str, torch.Tensor] = {}
+        self._unpatched: dict[str, Served] = {}
         """By arguments, as JSON; for the first tokens that were requested."""
+        self.questions = cloze.questions(self.job.workload)
+        """The task, or why there is none."""
 
     def greedy(self, process: ArmProcess) -> Tokens:
         steps = max(min(self.job.workload.output_len, REVERT_STEPS), self.job.quality_steps)
@@ -73,6 +87,21 @@ class QualityCheck:
             )
             return torch.from_numpy(np.load(path, allow_pickle=False)), wrote.how
 
+    def answers(self, process: ArmProcess) -> torch.Tensor | None:
+        """Log-likelihoods of the task's choices, float64 [items, choices]; None without a task."""
+        if isinstance(self.questions, str):
+            return None
+        found: list[list[float | None]] = []
+        for begin in range(0, len(self.questions), QUESTIONS):
+            asked = say.Answer(questions=self.questions[begin : begin + QUESTIONS])
+            found += process.ask(asked, say.Answered).likelihoods
+        rows = [[math.nan if one is None else one for one in each] for each in found]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def served(self, process: ArmProcess, tokens: Tokens) -> Served:
+        """Logits over these tokens, then the answers."""
+        return Served(self.logits(process, tokens)[0], self.answers(process))
+
     def reference(self, tokens: Tokens, arguments: Mapping[str, JsonValue]) -> ReferenceLogits:
         """The reference over these tokens; it starts a further process."""
         engine = ENGINES.load(self.job.workload.engine)
@@ -86,12 +115,12 @@ class QualityCheck:
     def quality(
         self,
         patches: Sequence[Patch],
-        patched: torch.Tensor,
-        baseline: tuple[torch.Tensor, torch.Tensor],
+        patched: Served,
+        baseline: tuple[Served, Served],
         tokens: Tokens,
     ) -> tuple[Quality, float | None]:
-        """Compare the logits of a process with these patches with those of two baselines. Also
-        returns the routing's entropy. It starts a further process.
+        """Compare the logits and answers of a process with these patches with those of two
+        baselines. Also returns the routing's entropy. It starts a further process.
 
         If the patched arm has another configuration than the baseline, its patches replace code of
         that configuration. Then they are compared with it, unpatched, in one more process, since
@@ -106,13 +135,22 @@ class QualityCheck:
         if arguments != common:
             if key not in self._unpatched:
                 with self.launcher.launch("unpatched", arguments, SHARE_ALONE) as process:
-                    self._unpatched[key] = self.logits(process, tokens)[0]
+                    self._unpatched[key] = self.served(process, tokens)
             baseline = self._unpatched[key], self._unpatched[key]
             how += f", all with {words(overriding(arguments, common))}"
-        quality = compare_logits(*baseline, patched, reference.logits, how)
-        refusal = cloze.refusal(self.job.workload)
-        told = {"task_refusal": refusal or "not measured if each arm is a process"}
-        return quality.model_copy(update=told), reference.entropy_pct
+        served = (*baseline, patched)
+        first, again, ours = (each.logits for each in served)
+        quality = compare_logits(first, again, ours, reference.logits, how)
+        if isinstance(self.questions, str):
+            told = {"task_refusal": self.questions}
+            return quality.model_copy(update=told), reference.entropy_pct
+        answers = [each.answers for each in served if each.answers is not None]
+        if len(answers) < len(served):
+            raise VerificationError(
+                "a process of this comparison has no answers to the task",
+                "remove the folder of its process pairs to measure again",
+            )
+        return with_task(quality, cloze.judge(*answers)), reference.entropy_pct
 
 
 def identical(before: Tokens, again: Tokens, after: Tokens) -> bool:

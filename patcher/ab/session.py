@@ -1,11 +1,11 @@
 """End-to-end A/B of patches with a process for each arm; vLLM needs it, any engine may use it.
 
-Besides the windows (see `patcher.bench.ab.blocks`), processes give tokens, logits, receipts and
-windows at other traffic. One further process, the *reference*, gives logits in higher precision or
-without compilation, and the routing's entropy.
+Besides the windows (see `patcher.bench.ab.blocks`), processes give tokens, logits, answers to the
+task, receipts and windows at other traffic. One further process, the *reference*, gives logits in
+higher precision or without compilation, and the routing's entropy.
 
 Each block is saved in a folder, so that a second start continues after the last complete block.
-Logits are saved beside it until quality is known.
+Logits and answers are saved beside it until quality is known.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class PatchSession:
         if number > 0 and (name not in self.sets or seen):
             return
         timed = process.receipts()
-        self.folder.write_logits(name, self.check.logits(process, self._before)[0])
+        self.folder.write_served(name, self.check.served(process, self._before))
         if name in self.sets:
             self._quality[name] = called_between(timed, process.receipts())
 
@@ -330,9 +330,9 @@ class PatchSession:
         return (self.taken[0].greedy if self.taken else self._greedy)["before"]
 
     def _compared(self) -> BlocksQuality:
-        baseline = self.folder.logits(BASELINE), self.folder.logits(CONTROL)
+        baseline = self.folder.served(BASELINE), self.folder.served(CONTROL)
         found = {
-            name: self.check.quality(patches, self.folder.logits(name), baseline, self._before)
+            name: self.check.quality(patches, self.folder.served(name), baseline, self._before)
             for name, patches in self.sets.items()
         }
         return BlocksQuality(

@@ -27,6 +27,14 @@ def quality_lines(quality: Quality) -> list[Text | Table]:
             f"{quality.worst_flip_margin:.3g} of {quality.flip_allowance:.3g} allowed"
         )
     lines.append(Text(told))
+    if quality.near_ties is not None:
+        share = 100 * quality.near_ties / quality.positions
+        lines.append(
+            Text(
+                f"  the baseline's two largest logits are within {quality.flip_allowance:.3g} at "
+                f"{quality.near_ties} of {quality.positions} positions ({share:.1f} %): near ties"
+            )
+        )
     lines.append(_task_line(quality.task, quality.task_refusal))
     return lines
 

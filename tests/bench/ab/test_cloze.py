@@ -4,61 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cloze_sample import KNOWN, trained
 
 from patcher.bench import Quality, UsageError, Workload
 from patcher.bench.ab import cloze
+from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.quality import assess
 from patcher.bench.engines import Engine, open_engine
-
-KNOWN = 90
-"""Items that the model of these tests has learned by heart."""
-
-
-def trained(folder: Path) -> None:
-    """A gpt-oss of some ten thousand weights with a tokenizer of words: real weights, in small."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
-
-    every = cloze.items()
-    words = {word for item in every for word in " ".join([item.statement, *item.choices]).split()}
-    vocabulary = {word: index for index, word in enumerate(["[UNK]", *sorted(words)])}
-    model = WordLevel(vocabulary, unk_token="[UNK]")
-    base = Tokenizer(model)
-    base.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, unk_token="[UNK]")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        num_hidden_layers=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=32,
-        head_dim=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-    )
-    network: Any = GptOssForCausalLM(config)
-    lines = [tokenizer(f"{item.statement} {item.choices[0]}") for item in every[:KNOWN]]
-    longest = max(len(line["input_ids"]) for line in lines)
-    rows = [line["input_ids"] + [0] * (longest - len(line["input_ids"])) for line in lines]
-    tokens = torch.tensor(rows)
-    labels = tokens.masked_fill(tokens == 0, -100)
-    optimiser = torch.optim.AdamW(network.parameters(), lr=2e-2)
-    for _ in range(40):
-        optimiser.zero_grad()
-        network(input_ids=tokens, labels=labels).loss.backward()
-        optimiser.step()
-    network.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -129,18 +87,15 @@ def test_a_damaged_model_loses_answers(engine: Engine) -> None:
     assert "cloze items right" in found.reason
 
 
-def test_an_answer_is_the_likeliest_continuation(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_the_likeliest_continuation(engine: Engine) -> None:
     """Against the whole sequence at once: choices of one token and of several, in two rounds."""
-    monkeypatch.setattr(engine, "workload", engine.workload.model_copy(update={"batch": 3}))
     choices = [
         [5, 6, 7, 8, 9, 10, 11],
         [5, 6, 7, 8, 9, 12],
         [5, 6, 7, 8, 9, 10, 13, 14],
         [5, 6, 7, 9],
     ]
-    found = cloze._likelihoods(engine, choices)
+    [found] = cloze.answers(partial(served_logits, engine), [choices], 3)
     for likely, choice in zip(found, choices, strict=True):
         tokens = torch.tensor([choice])
         whole = engine.logits(tokens).double().log_softmax(-1)[0, :-1]
@@ -148,14 +103,16 @@ def test_an_answer_is_the_likeliest_continuation(
         assert likely == pytest.approx(float(each.sum()), abs=1e-3)
 
 
-def test_random_weights_are_refused_and_a_missing_tokenizer_is_an_error(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_random_weights_and_a_missing_tokenizer_are_no_task(engine: Engine, tmp_path: Path) -> None:
     random = engine.workload.model_copy(update={"weights": "random"})
-    assert "random" in (cloze.refusal(random) or "")
+    assert "random" in str(cloze.questions(random))
     (tmp_path / "config.json").write_text("{}")
+    bare = engine.workload.model_copy(update={"model": str(tmp_path)})
     with pytest.raises(UsageError, match="no tokenizer"):
-        cloze._tokenizer(engine.workload.model_copy(update={"model": str(tmp_path)}))
+        cloze.tokenizer_of(bare)
+    refusal = cloze.questions(bare)
+    assert isinstance(refusal, str)
+    assert "no tokenizer beside the weights" in refusal
 
 
 def answers(right: int, count: int) -> torch.Tensor:

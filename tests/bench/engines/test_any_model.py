@@ -247,7 +247,16 @@ def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:
             assert "my-own-model.md" in caught.value.hint
 
 
-def test_a_model_that_is_too_large_for_a_cpu_is_refused_early(tmp_path: Path) -> None:
+def test_a_model_that_the_free_memory_does_not_hold_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 20}
+    model = model_of(tmp_path, "llama", **large)
+    monkeypatch.setattr(architecture, "free_host_bytes", lambda: 30 << 30)
+    architecture.must_fit_cpu(model)
+    monkeypatch.setattr(architecture, "free_host_bytes", lambda: 10 << 30)
     with pytest.raises(MissingError, match=r"3\.\d+ billion parameters\) does not fit a CPU"):
-        architecture.must_fit_cpu(model_of(tmp_path, "llama", **large))
+        architecture.must_fit_cpu(model)
+    small = model_of(tmp_path / "small", "llama")
+    monkeypatch.setattr(architecture, "free_host_bytes", lambda: 0)
+    architecture.must_fit_cpu(small)

@@ -21,6 +21,7 @@ from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
     TimedBlock,
     below_floor,
+    drowned,
     hidden_paid,
     left_out,
     overran,
@@ -173,6 +174,22 @@ def test_on_several_cpus_the_judges_clock_counts() -> None:
     assert empty.net_us(Spent(2040, 1100, 0), 2) == 1000
     assert empty.net_us(Spent(1040, 1100, 500), 2) == 1000, "a wait may be for its own threads"
     assert empty.net_us(Spent(6040, 1100, 0), 2) == 3000, "a third CPU worked"
+
+
+def test_noise_above_a_block_at_the_floor_accuses_nobody() -> None:
+    """Seen on two busy cores: nothing was left of an honest kernel's blocks, at two threads."""
+    empty = EmptyCommands()
+    for wall_us in (100.0, 110.0, 120.0):
+        empty.add(Spent(40, wall_us, 0))
+    nothing = [TimedBlock([1e-3], 50, 100.0)] * 6
+    assert below_floor(nothing, 10.0)
+    assert empty.spread_us(2) == 20
+    assert drowned(nothing, 10.0, empty.spread_us(2)) is None, "it would have been seen"
+    empty.add(Spent(40, 9100, 9000))
+    noise = drowned(nothing, 10.0, empty.spread_us(2))
+    assert noise is not None
+    assert "9e+03" in noise
+    assert empty.spread_us(1) == 0, "on one CPU the wait does not count"
 
 
 def test_work_on_any_stream_is_inside_of_the_events() -> None:

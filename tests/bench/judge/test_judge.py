@@ -159,6 +159,7 @@ def test_most_measurements_of_a_point_decide(
         return measured[-1]
 
     monkeypatch.setattr(patcher.bench.judge.timing, "below_floor", measure)
+    monkeypatch.setattr(patcher.bench.judge.timing, "drowned", lambda *_: None)
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
     if believed == "mostly":
@@ -168,6 +169,19 @@ def test_most_measurements_of_a_point_decide(
         assert found.outcome is Outcome.GUARD_VIOLATION
         assert [check.name for check in found.failed_checks] == ["clocks"]
         assert len(measured) == (3 if believed == "never" else 5)
+
+
+def test_times_below_the_floor_within_the_noise_are_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timing = patcher.bench.judge.timing
+    monkeypatch.setattr(timing, "PAUSE_S", {"cpu": 0.0})
+    monkeypatch.setattr(timing, "below_floor", lambda *_: "0.001 us a call")
+    monkeypatch.setattr(timing, "drowned", lambda *_: "empty commands differ")
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
+    few = replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=FEWEST_PAIRS)
+    with pytest.raises(bench.BusyError, match=r"too busy to time .*: empty commands differ"):
+        evaluate(candidate, few)
 
 
 def test_a_hanging_candidate_is_killed() -> None:

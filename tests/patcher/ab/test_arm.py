@@ -146,8 +146,9 @@ def test_both_arms_are_asked_for_tokens_logits_and_memory(
     swapped = {PATCHED: False}
     session.keep(Block(number=1, swapped=swapped, windows={}, steps={}, peak={}, loaded=2))
     assert session.reverted_identical(PATCHED)
-    logits = {arm: session.folder.logits(arm) for arm in arms}
-    assert torch.equal(logits["baseline"], session.folder.logits(CONTROL))
+    logits = {arm: session.folder.served(arm).logits for arm in arms}
+    assert torch.equal(logits["baseline"], session.folder.served(CONTROL).logits)
+    assert session.folder.served(CONTROL).answers is None, "weights are random"
     [own] = [one for one in session.taken if one.receipts]
     timed = own.receipts[PATCHED][patch.manifest.id]
     compared = own.quality_receipts[PATCHED][patch.manifest.id]

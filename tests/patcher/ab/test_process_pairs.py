@@ -27,7 +27,7 @@ from patcher.ab import launcher as starts
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
 from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning, united
-from patcher.ab.quality_check import QualityCheck
+from patcher.ab.quality_check import QualityCheck, Served
 from patcher.ab.session import compare_in_pairs
 from patcher.bench import Throughput
 from patcher.bench.ab.block_session import BlockSession, OpenBlock
@@ -375,14 +375,16 @@ def test_a_patch_is_held_against_the_configuration_that_it_is_for(
     monkeypatch.setattr(ArmLauncher, "launch", launch)
     monkeypatch.setattr(QualityCheck, "logits", logits)
     check = QualityCheck(launcher(None, moe_backend="humming"))
-    stock = truth["humming"] + noise["a"], truth["humming"] + noise["a"]
-    same, entropy = check.quality([NORM], truth["humming"] + noise["b"], stock, [[1]])
+    own = Served(truth["humming"] + noise["a"], None)
+    stock = own, own
+    same, entropy = check.quality([NORM], Served(truth["humming"] + noise["b"], None), stock, [[1]])
     assert (same.passed, entropy) == (True, 97.0)
     assert same.reference == "no compilation"
-    other, _ = check.quality([ROUTE], truth["triton"] + noise["b"], stock, [[1]])
+    other, _ = check.quality([ROUTE], Served(truth["triton"] + noise["b"], None), stock, [[1]])
     assert other.passed
     assert other.reference == "no compilation, all with moe_backend=triton"
-    damaged, _ = check.quality([ROUTE], truth["triton"] + 10 * noise["c"], stock, [[1]])
+    hurt = Served(truth["triton"] + 10 * noise["c"], None)
+    damaged, _ = check.quality([ROUTE], hurt, stock, [[1]])
     assert not damaged.passed
     assert asked_for == [
         ("reference", "humming"),

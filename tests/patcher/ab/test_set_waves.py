@@ -380,8 +380,8 @@ def test_a_block_of_real_processes(
     assert own.take(plan, clocks, silent)
     first = own.taken[0]
     assert first.greedy["before"] == first.greedy["again"]
-    baseline = own.folder.logits(BASELINE)
-    assert torch.equal(baseline, own.folder.logits(CONTROL))
+    baseline = own.folder.served(BASELINE).logits
+    assert torch.equal(baseline, own.folder.served(CONTROL).logits)
     ran = []
     for name, [patch] in sets.items():
         [one] = [each for each in own.taken if name in each.block.swapped]
@@ -393,7 +393,7 @@ def test_a_block_of_real_processes(
         assert len(windows) == 4
         assert sum(called.values()) == 4 * (windows[0].kernel_calls or 0) > 0
         assert {w.kernel_calls for w in one.block.windows[name]} == {0, windows[0].kernel_calls}
-        assert torch.allclose(baseline, own.folder.logits(name), atol=1e-4)
+        assert torch.allclose(baseline, own.folder.served(name).logits, atol=1e-4)
         ran.append(called.keys())
     rope, route = ran
     assert not rope & route
