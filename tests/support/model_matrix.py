@@ -85,6 +85,8 @@ def runs() -> dict[tuple[str, ...], list[str]]:
     for file in sorted(RESULTS.glob("**/*.json.xz")):
         for one in _verdicts(json.loads(content(file))):
             engine = one.workload["engine"]
+            if engine not in one.environment["packages"]:
+                continue  # a build for a CPU, which goes by another name
             size = "alone" if len(one.calls) == 1 else f"one of {len(one.calls)}"
             for patch, calls in one.calls.items():
                 if not calls:
