@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from patcher.bench import write_atomically
+
 POLL_S = 0.5
 PROCESS = "queue.pid"
 """The file with the number of the queue's process."""
@@ -189,7 +191,7 @@ class GpuQueue:
             else:
                 state = "waits"
             lines.append(f"{job.name:24s} {state}\n")
-        (self.out / "queue.txt").write_text("".join(lines), encoding="utf-8")
+        write_atomically(self.out / "queue.txt", "".join(lines))  # it is read meanwhile
 
     def _file(self, name: str) -> Path:
         return self.out / "jobs" / f"{name}.json"
