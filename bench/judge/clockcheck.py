@@ -94,14 +94,11 @@ def below_floor(ours: Sequence[TimedBlock], floor_us: float) -> str | None:
 
 
 def drowned(ours: Sequence[TimedBlock], floor_us: float, spread_us: float) -> str | None:
-    """Check on a CPU whether the machine's noise hides a block of calls at the floor: then times
-    below it accuse nobody, since the clock is the judge's.
+    """The disturbance, if on a CPU the machine's noise hides a block of calls at the floor: then
+    times below it accuse nobody, since the clock is the judge's.
 
     Args:
         spread_us: by how much empty commands differ, whose cost is taken off each block.
-
-    Returns:
-        The disturbance, or None.
     """
     shortest = floor_us * ours[0].calls
     if spread_us <= shortest:
