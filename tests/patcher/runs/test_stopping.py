@@ -1,7 +1,8 @@
 """A command that is stopped: exit code 130, nothing of it left behind, its run can be resumed."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
