@@ -101,8 +101,6 @@ def ran_in(
         VerificationError: it did not run, or in the profiled steps of no batch. A patch that runs
             up to some batch alone is told to have run at these.
     """
-    from patcher.ab.patched_capture import ran
-
     if not profiles:
         return [ran(patch, receipts, None, together)]
     said, refused = [], []
@@ -116,3 +114,31 @@ def ran_in(
     if len(refused) == len(profiles):
         raise refused[0]
     return said
+
+
+def ran(
+    patch: Patch, receipts: Sequence[Receipt], gpu: Profile | None, together: Sequence[Patch]
+) -> str:
+    """The number of calls of a patch, in words; `gpu` is the profile if it shows kernels.
+
+    Raises:
+        VerificationError: it did not run, or not in the profiled steps.
+    """
+    from patcher.reconciling.proof import prove
+
+    name = patch.manifest.id
+    own = [one for one in receipts if one.patch_id == name]
+    calls = sum(one.total_calls for one in own)
+    fallbacks = sum(sum(one.fallbacks.values()) for one in own)
+    told = f"{name} ran {calls:,} times since the engine's start, {fallbacks:,} calls fell back"
+    launches = None
+    if gpu is not None:
+        rows = prove(receipts, gpu, patch, together=together).rows
+        launches = sum(row.launches for row in rows if row.role == "new")
+        told += f"; {launches:,} launches in the profiled steps"
+    if not calls or launches == 0:
+        raise VerificationError(
+            f"the patch did not run in this profile: {told}",
+            "see `patcher verify`, and the shapes that its guards allow",
+        )
+    return told

@@ -130,7 +130,7 @@ def _bytecode() -> Finding:
     return Finding(
         name="bytecode",
         status="warn",
-        detail=f"Python keeps no bytecode, so every process compiles {names}: some 30 s each",
+        detail=f"Python keeps no bytecode, so every process compiles {names} anew when it starts",
         fix=f"unset PYTHONDONTWRITEBYTECODE, or: python -m compileall -q {slow[0].parent}",
     )
 

@@ -34,6 +34,7 @@ from patcher.bench.ops.candidate import Candidate
 from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.op import Op, load_op
 from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.stopwatch import Stopwatch
 from patcher.bench.toolchains import Built, build, cache_root, toolchain
 
 CANARY_PAUSE_S = 3.0
@@ -98,9 +99,15 @@ class Judge:
             seed: makes the compared outputs reproducible bit by bit. None: seeds are secret, as a
                 verdict requires.
         """
-        phases = Phases(report)
-        found = self._evaluate(candidate, phases, seed)
-        return found.model_copy(update={"phases_s": phases.taken_s()})
+        watch = Stopwatch("load")
+
+        def timed(stage: str, done: int, total: int) -> None:
+            watch.turn(stage)
+            report(stage, done, total)
+
+        found = self._evaluate(candidate, timed, seed)
+        phases = {stage: round(seconds, 2) for stage, seconds in watch.taken_s().items()}
+        return found.model_copy(update={"phases_s": phases})
 
     def _evaluate(self, candidate: Candidate, report: Progress, seed: int | None) -> Evaluation:
         settings = self.settings
@@ -269,29 +276,6 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
     last, count = len(sweep.values) - 1, min(settings.points, len(sweep.values))
     chosen = {last - round(index * last / max(count - 1, 1)) for index in range(count)}
     return sweep.model_copy(update={"values": tuple(sweep.values[i] for i in sorted(chosen))})
-
-
-class Phases:
-    """Forwards progress, and adds up the seconds of each stage, which lasts until the next one."""
-
-    def __init__(self, report: Progress) -> None:
-        self._report = report
-        self._spent: dict[str, float] = {}
-        self._stage, self._since = "load", time.monotonic()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self._turn(stage)
-        self._report(stage, done, total)
-
-    def taken_s(self) -> dict[str, float]:
-        """Seconds by stage."""
-        self._turn(self._stage)
-        return {stage: round(seconds, 2) for stage, seconds in self._spent.items()}
-
-    def _turn(self, stage: str) -> None:
-        now = time.monotonic()
-        self._spent[self._stage] = self._spent.get(self._stage, 0.0) + now - self._since
-        self._stage, self._since = stage, now
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:

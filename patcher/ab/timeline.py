@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from patcher.bench.ab.phases import ABPhase
+from patcher.bench.stopwatch import Stopwatch
 
 
 class Timeline:
@@ -24,21 +25,14 @@ class Timeline:
             report: called with the current step in words, the amount done, and the total.
             clock: returns seconds.
         """
-        self._report, self._clock = report, clock
-        self._spent: dict[ABPhase, float] = {}
-        self._phase, self._since = ABPhase.READY, clock()
+        self._report = report
+        self._watch = Stopwatch(ABPhase.READY.value, clock)
 
     def __call__(self, phase: ABPhase, said: str, done: int, total: int) -> None:
-        self._turn(phase)
+        self._watch.turn(phase.value)
         self._report(said, done, total)
 
     def took_s(self) -> dict[str, float]:
         """Seconds by phase, the longest first."""
-        self._turn(self._phase)
-        spent = sorted(self._spent.items(), key=lambda one: -one[1])
-        return {phase.value: round(seconds, 1) for phase, seconds in spent}
-
-    def _turn(self, phase: ABPhase) -> None:
-        now = self._clock()
-        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        spent = sorted(self._watch.taken_s().items(), key=lambda one: -one[1])
+        return {phase: round(seconds, 1) for phase, seconds in spent}

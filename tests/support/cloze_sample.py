@@ -7,10 +7,25 @@ from typing import Any
 
 import torch
 
+from patcher.bench import Workload
 from patcher.bench.ab import cloze
 
 KNOWN = 90
 """Items that the model of these tests has learned by heart."""
+
+
+def workload_of(folder: Path) -> Workload:
+    """Of that model, in transformers on the CPU."""
+    return Workload(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        batch=4,
+        input_len=4,
+        output_len=4,
+        weights="local",
+        threads=1,
+    )
 
 
 def trained(folder: Path) -> None:

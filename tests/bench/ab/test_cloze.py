@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cloze_sample import KNOWN, trained
+from cloze_sample import KNOWN, trained, workload_of
 
-from patcher.bench import Quality, UsageError, Workload
+from patcher.bench import Quality, UsageError
 from patcher.bench.ab import cloze
 from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.quality import assess
@@ -23,18 +23,7 @@ from patcher.bench.engines import Engine, open_engine
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("model")
     trained(folder)
-    return open_engine(
-        Workload(
-            model=str(folder),
-            device="cpu",
-            dtype="float32",
-            batch=4,
-            input_len=4,
-            output_len=4,
-            weights="local",
-            threads=1,
-        )
-    )
+    return open_engine(workload_of(folder))
 
 
 def quality(engine: Engine, scale: float | None = None) -> Quality:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cloze_sample import trained
 
+from patcher.bench import content
 from patcher.bench.lab import near_ties
+
+RESULTS = Path(__file__).parents[3] / "bench/results"
 
 
 def test_real_and_random_weights_after_text_and_random_tokens(
@@ -37,3 +41,20 @@ def test_real_and_random_weights_after_text_and_random_tokens(
         assert gaps == sorted(gaps)
     learned, drawn = (row["gap_percentiles"]["p50"] for row in rows[::2])
     assert learned > drawn, "a model that has learned is surer"
+
+
+def test_the_page_says_how_near_published_changes_were() -> None:
+    found: list[float] = []
+
+    def look(one: Any) -> None:
+        if isinstance(one, dict) and one.get("worst_flip_margin") is not None:
+            found.append(one["worst_flip_margin"] / one["baseline_rmse"])
+        for each in one.values() if isinstance(one, dict) else one if isinstance(one, list) else ():
+            look(each)
+
+    for file in RESULTS.glob("h*00-*/**/*.json.xz"):
+        look(json.loads(content(file)))
+    page = (RESULTS / "real-weights/README.md").read_text(encoding="utf-8")
+    said = f"In all {len(found)} published verdicts with a changed pick, the widest gap"
+    assert said in " ".join(page.split())
+    assert f"at most {max(found):.1f} times" in " ".join(page.split())

@@ -10,31 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from cloze_sample import KNOWN, trained
+from cloze_sample import KNOWN, trained, workload_of
 
 from patcher.ab import arm_protocol as say
 from patcher.ab.block_folder import BlockFolder, BlocksQuality
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import ArmLauncher
 from patcher.ab.quality_check import QUESTIONS, QualityCheck
-from patcher.bench import VerificationError, Workload
+from patcher.bench import VerificationError
 from patcher.bench.ab import cloze
 from patcher.bench.ab.logits import served_logits
 from patcher.bench.engines import open_engine
 
 
 def job_of(folder: Path) -> ABJob:
-    workload = Workload(
-        model=str(folder),
-        device="cpu",
-        dtype="float32",
-        batch=4,
-        input_len=4,
-        output_len=4,
-        weights="local",
-        threads=1,
-    )
-    return ABJob(workload=workload, process_pairs=3, quality_steps=4)
+    return ABJob(workload=workload_of(folder), process_pairs=3, quality_steps=4)
 
 
 def test_a_process_answers_as_the_same_engine_does_here(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from proof_sample import (
     triton_patch,
 )
 
-from patcher.ab.patched_capture import ran
 from patcher.bench import Candidate, Language, VerificationError
+from patcher.captures import ran
 from patcher.hotspot import Profile, read
 from patcher.integrate import Patch
 from patcher.reconciling.proof import Proof, kernel_names, prove, seen_per_step
