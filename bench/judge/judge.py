@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from patcher.bench.errors import MissingError, UsageError, VerificationError
-from patcher.bench.judge import JudgeSettings, Progress
+from patcher.bench.judge import JudgeSettings, Progress, Stopwatch
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
@@ -34,7 +34,6 @@ from patcher.bench.ops.candidate import Candidate
 from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.op import Op, load_op
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.stopwatch import Stopwatch
 from patcher.bench.toolchains import Built, build, cache_root, toolchain
 
 CANARY_PAUSE_S = 3.0

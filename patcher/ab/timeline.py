@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from patcher.bench.ab.phases import ABPhase
-from patcher.bench.stopwatch import Stopwatch
+from patcher.bench.judge import Stopwatch
 
 
 class Timeline:
