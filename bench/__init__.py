@@ -71,7 +71,7 @@ from patcher.bench.records import (
     write_atomically,
 )
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Shape, Workload, fit_context, pick_device
+from patcher.bench.workload import DType, Shape, Workload, fit_context, pick_device
 
 if TYPE_CHECKING:
     from patcher.bench.ab.records import Quality, Throughput
@@ -112,6 +112,7 @@ __all__ = [
     "Comparison",
     "Contract",
     "Count",
+    "DType",
     "Dtype",
     "Environment",
     "Evaluation",

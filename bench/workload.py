@@ -11,6 +11,8 @@ from patcher.bench.errors import UsageError
 from patcher.bench.presets import presets
 from patcher.bench.records import SCHEMA_VERSION, Record
 
+DType = Literal["float32", "bfloat16", "float16"]
+
 
 class Workload(Record):
     """A model on an engine with one shape of traffic."""
@@ -22,7 +24,7 @@ class Workload(Record):
     """A name of `patcher.bench.engines.ENGINES`."""
     device: Literal["cpu", "cuda"]
     """Device that the engine runs on."""
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: DType
     """Dtype of weights and activations."""
     batch: int = Field(ge=1)
     """Number of sequences."""

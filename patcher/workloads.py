@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 from patcher.bench import (
     Count,
+    DType,
     Threads,
     UsageError,
     Workload,
@@ -16,10 +17,13 @@ from patcher.bench import (
     presets,
 )
 from patcher.bench.engines import ENGINES, check_model
-from patcher.bench.engines.architecture import longest_context
+from patcher.bench.engines.architecture import longest_context, own_dtype
 from patcher.bench.engines.model_config import refuse_gguf
+from patcher.bench.workload import named_model
 
 Device = Literal["cpu", "cuda"]
+USUAL_DTYPE: dict[Device, DType] = {"cpu": "float32", "cuda": "bfloat16"}
+"""Of a model that is no preset. On a GPU, one that was published in float16 stays so."""
 WEIGHTS = ("random", "hub", "local")
 
 
@@ -33,11 +37,13 @@ def workload_of(
     output_len: Count | None,
     weights: str,
     threads: Threads | None = None,
+    dtype: DType | None = None,
 ) -> Workload:
     """A workload from options, each of which may be wrong.
 
     Raises:
-        UsageError: a size out of bounds, an unknown engine, device, preset or kind of weights.
+        UsageError: a size out of bounds, an unknown engine, device, dtype, preset or kind of
+            weights.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not supported", f"engines: {ENGINES.listing()}")
@@ -58,6 +64,7 @@ def workload_of(
         output_len=output_len,
         weights=cast(Any, weights),
         threads=threads,
+        dtype=dtype,
     )
 
 
@@ -71,6 +78,7 @@ def workload_for(
     engine: str = "transformers",
     weights: Literal["random", "hub", "local"] = "random",
     threads: int | None = None,
+    dtype: DType | None = None,
 ) -> Workload:
     """The preset's traffic, or a usual one, with what was asked for instead.
 
@@ -88,10 +96,9 @@ def workload_for(
             "output_len": known.output_len,
         }
     else:
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
-    asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
-    chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
+        defaults = {"dtype": USUAL_DTYPE[device], "batch": 8, "input_len": 128, "output_len": 64}
+    asked = {"dtype": dtype, "batch": batch, "input_len": input_len, "output_len": output_len}
+    chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
     workload = Workload(
         model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
     )
@@ -104,5 +111,7 @@ def workload_for(
         )
     else:
         check_model(workload)
+        if dtype is None and device == "cuda" and own_dtype(named_model(workload)) == "float16":
+            workload = workload.model_copy(update={"dtype": "float16"})
         fit_context(workload, longest_context(model))
     return workload

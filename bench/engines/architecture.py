@@ -65,6 +65,19 @@ def published_config(model: str) -> dict[str, Any]:
     return read_json(config_file(model))
 
 
+def own_dtype(model: str) -> str | None:
+    """The dtype that a model was published in, such as `float16`; None if config.json has none.
+
+    Raises:
+        UsageError, MissingError: as `published_config`.
+    """
+    config = published_config(model)
+    for each in (config, config.get("text_config") or {}):
+        if found := each.get("dtype") or each.get("torch_dtype"):
+            return str(found).removeprefix("torch.")
+    return None
+
+
 def full_config(model: str) -> dict[str, Any]:
     """A whole config.json of a model, as an engine reads it from a folder.
 

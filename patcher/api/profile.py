@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import (
     Count,
+    DType,
     FilePath,
     FilePaths,
     Threads,
@@ -123,6 +124,7 @@ def profile(
     input_len: Count | None = None,
     output_len: Count | None = None,
     weights: str = "random",
+    dtype: DType | None = None,
     threads: Threads | None = None,
     patches: FilePaths = (),
     keep: FilePath | None = None,
@@ -151,6 +153,7 @@ def profile(
         input_len: prompt tokens of a sequence, to capture.
         output_len: decode steps, to capture.
         weights: `random`, `hub` or `local`, to capture.
+        dtype: `float32`, `bfloat16` or `float16`, to capture; by default as in `throughput`.
         threads: CPU threads, to capture.
         patches: a bundle, or several, that are in while it is captured.
         keep: folder for the captured files, which name the host and its folders.
@@ -177,6 +180,7 @@ def profile(
         "device": device,
         "input_len": input_len,
         "output_len": output_len,
+        "dtype": dtype,
         "threads": threads,
         "keep": keep,
         "patches": patches or None,
@@ -220,7 +224,7 @@ def profile(
         from patcher.workloads import workload_of
 
         workload = workload_of(
-            model, device, engine, batch, input_len, output_len, weights, threads
+            model, device, engine, batch, input_len, output_len, weights, threads, dtype
         )
         folder = None if keep is None else Path(keep)
         bundles = [Path(one) for one in as_paths(patches)]

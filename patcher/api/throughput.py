@@ -12,6 +12,7 @@ from patcher.ab.result import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import (
     Count,
+    DType,
     FilePaths,
     Threads,
     Throughput,
@@ -102,6 +103,7 @@ def throughput(
     input_len: Count | None = None,
     output_len: Count | None = None,
     weights: str = "random",
+    dtype: DType | None = None,
     preset: str | None = None,
     pairs: int | None = None,
     processes: Annotated[int, Field(ge=0)] | None = None,
@@ -123,6 +125,8 @@ def throughput(
         input_len: prompt tokens of a sequence.
         output_len: decode steps of a window.
         weights: `random` (seeded), `hub` or `local`.
+        dtype: `float32`, `bfloat16` or `float16`; by default the preset's, or of another model
+            what it was published in, and float32 on a CPU.
         preset: traffic by name: `kforge` (hours) or `quick` (minutes).
         pairs: pairs of windows at most, at least 6.
         processes: process pairs, a process for each side; 0: one process for both. By default 4
@@ -160,7 +164,7 @@ def throughput(
     if pairs is not None and pairs < 6:
         raise UsageError(f"{pairs} pairs give no interval", "say 6 or more")
     asked = ThroughputOptions(preset, batch, input_len, output_len, pairs, processes)
-    workload = workload_of(model, device, engine, *asked.shape, weights, threads)
+    workload = workload_of(model, device, engine, *asked.shape, weights, threads, dtype)
     arguments = [f"{name}={json.dumps(value)}" for name, value in (engine_args or {}).items()]
     margin = resolve({"margin_pct": margin_pct}).margin_pct
     job = job_of(asked, workload, False, arguments, margin, quality_steps)

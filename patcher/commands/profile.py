@@ -13,7 +13,15 @@ from rich.text import Text
 
 from patcher.bench import SCHEMA_VERSION, UsageError
 from patcher.commands.console import Device, Engine, Json, Output, app, examples
-from patcher.commands.workloads import Batches, Prompt, Steps, Weights, batches_of, workload_of
+from patcher.commands.workloads import (
+    Batches,
+    ElementType,
+    Prompt,
+    Steps,
+    Weights,
+    batches_of,
+    workload_of,
+)
 
 if TYPE_CHECKING:  # every other command starts without the readers
     from patcher.hotspot import Profile, ProfileWarning
@@ -98,6 +106,7 @@ def profile(
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
+    dtype: ElementType = None,
     keep: Annotated[
         Path | None,
         typer.Option(
@@ -177,7 +186,9 @@ def profile(
         if minus or ncu or window:
             raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
         most = max(batches, default=None)  # which the engine must take
-        workload = workload_of(model, device, engine, most, input_len, output_len, weights)
+        workload = workload_of(
+            model, device, engine, most, input_len, output_len, weights, dtype=dtype
+        )
         traffic = batches or (workload.batch,)
         workloads = [workload.model_copy(update={"batch": batch}) for batch in traffic]
         from patcher.captures import capture_here

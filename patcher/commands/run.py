@@ -31,7 +31,15 @@ from patcher.commands.console import (
     runs_dir,
 )
 from patcher.commands.execution import execute_run
-from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_for, workload_of
+from patcher.commands.workloads import (
+    Batch,
+    ElementType,
+    Prompt,
+    Steps,
+    Weights,
+    workload_for,
+    workload_of,
+)
 
 DEMO_MODEL = "gpt-oss-wide"
 """Its norms take a fifth of a step: what a kernel gains there shows on a busy machine, too."""
@@ -73,6 +81,7 @@ def run(
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
+    dtype: ElementType = None,
     sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     margin_pct: MarginPct = None,
     pairs: Annotated[
@@ -102,7 +111,9 @@ def run(
             "margin_pct": margin_pct,
         }
     )
-    workload = workload_of(served, device, engine, batch, input_len, output_len, weights, threads)
+    workload = workload_of(
+        served, device, engine, batch, input_len, output_len, weights, threads, dtype
+    )
     plan = RunPlan(
         op=load_op(op).name if op else None,
         language=language,

@@ -11,7 +11,7 @@ import typer
 from patcher.bench import UsageError
 from patcher.commands.console import Device, Engine, Threads
 from patcher.commands.option_groups import OptionGroup
-from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
+from patcher.commands.workloads import Batch, ElementType, Prompt, Steps, Weights, workload_of
 
 if TYPE_CHECKING:
     from patcher.ab.job import ABJob
@@ -35,6 +35,7 @@ class WorkloadChoice(OptionGroup):
     input_len: Prompt = None
     output_len: Steps = None
     weights: Weights = "random"
+    dtype: ElementType = None
     preset_name: Annotated[
         str | None,
         typer.Option("--preset", help="Traffic: kforge (hours) or quick (minutes)."),
@@ -181,7 +182,13 @@ def job_for(
         processes=size.processes,
     )
     served = workload_of(
-        model, workload.device, workload.engine, *asked.shape, workload.weights, workload.threads
+        model,
+        workload.device,
+        workload.engine,
+        *asked.shape,
+        workload.weights,
+        workload.threads,
+        workload.dtype,
     )
     job = job_of(
         asked,

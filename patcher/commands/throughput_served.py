@@ -153,6 +153,7 @@ def served_job(
         None,
         workload.weights,
         workload.threads,
+        workload.dtype,
     )
     name, client = client_of(served.client, what.engine)
     users = whole_numbers(served.concurrency, "--concurrency") if served.concurrency else None

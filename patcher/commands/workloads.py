@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from patcher.bench import UsageError
+from patcher.bench import DType, UsageError
 from patcher.commands.console import WORKLOAD
 from patcher.workloads import workload_for as workload_for
 from patcher.workloads import workload_of as workload_of
@@ -29,6 +29,16 @@ Prompt = Annotated[
 ]
 Steps = Annotated[
     int | None, typer.Option("--output-len", help="Decode steps.", min=1, rich_help_panel=WORKLOAD)
+]
+ElementType = Annotated[
+    DType | None,
+    typer.Option(
+        "--dtype",
+        help="Of weights and activations. Default: the preset's; of another model bfloat16 on a "
+        "GPU, or float16 if it was published so, and float32 on a CPU.",
+        show_default=False,
+        rich_help_panel=WORKLOAD,
+    ),
 ]
 Weights = Annotated[
     str,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from patcher.bench import UsageError
-from patcher.workloads import workload_of
+from patcher.bench.engines.architecture import own_dtype
+from patcher.workloads import workload_for, workload_of
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -45,3 +47,42 @@ def test_a_prompt_leaves_room_for_a_token() -> None:
 def test_a_batch_has_bounds(batch: int) -> None:
     with pytest.raises(UsageError, match="batch should be"):
         workload_of("gpt-oss-tiny", "cpu", "transformers", batch, None, None, "random")
+
+
+@pytest.mark.parametrize(
+    ("published", "on_cpu", "on_gpu"),
+    [
+        ('"torch_dtype": "float16"', "float32", "float16"),
+        ('"dtype": "bfloat16"', "float32", "bfloat16"),
+        ('"dtype": "float32"', "float32", "bfloat16"),
+        ('"vocab_size": 32000', "float32", "bfloat16"),
+    ],
+)
+def test_a_model_keeps_the_half_that_it_was_published_in(
+    published: str, on_cpu: str, on_gpu: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        f'{{"model_type": "llama", "num_hidden_layers": 1, {published}}}', encoding="utf-8"
+    )
+    assert workload_for(str(config), "cpu").dtype == on_cpu
+    assert workload_for(str(config), "cuda", engine="vllm").dtype == on_gpu
+    assert workload_for(str(config), "cuda", engine="vllm", dtype="float32").dtype == "float32"
+
+
+def test_a_preset_runs_in_the_dtype_that_was_asked_for() -> None:
+    def ask(dtype: Any) -> str:
+        served = "gpt-oss-tiny", "cpu", "transformers", None, None, None, "random"
+        return workload_of(*served, dtype=dtype).dtype
+
+    assert ask(None) == "float32"
+    assert ask("bfloat16") == "bfloat16"
+    with pytest.raises(UsageError, match="dtype"):
+        ask("int8")
+
+
+def test_a_text_towers_dtype_is_found(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    tower = '{"model_type": "gemma3", "text_config": {"dtype": "torch.float16"}}'
+    config.write_text(tower, encoding="utf-8")
+    assert own_dtype(str(config)) == "float16"
