@@ -82,9 +82,11 @@ class Quality(Record):
     """Share of positions at which the baseline picks the same token as the reference."""
     patched_reference_agreement_pct: float
     worst_flip_margin: float | None
-    """Largest baseline logit gap among positions where the picks differ; None when none differ."""
+    """The baseline's logit gap where the picks differ, at the position where it is furthest beyond
+    what is allowed, or nearest to it; None when none differ."""
     flip_allowance: float
-    """Gap that the baseline's own error can explain."""
+    """Gap that the errors at that position can explain; the median if no picks differ. Until rule 6
+    one number for all positions."""
     baseline_p99_kl: float | None = None
     """99th percentile over positions; None in older records, like all fields below."""
     patched_p99_kl: float | None = None

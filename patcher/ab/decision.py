@@ -13,11 +13,12 @@ from patcher.reconciling.proof import Proof
 from patcher.reconciling.reconcile import Reconciliation
 
 STRICTEST: tuple[Verdict, ...] = ("reject", "inconclusive", "accept")
-RULE_VERSION = 6
+RULE_VERSION = 7
 """3: outlier pairs are winsorised. 4: the order effect is removed, and a GPU at its power cap in
 over a quarter of the windows is judged in that state. 5: arms with different flags are inconclusive
 unless a trial shows that the patched arm's flags alone are no faster. 6: a changed greedy pick is
-explained by errors of gaps between leading logits, not of single logits."""
+explained by errors of gaps between leading logits, not of single logits. 7: and by those at its own
+position."""
 
 
 class Decision(Record):

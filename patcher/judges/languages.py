@@ -6,7 +6,7 @@ from typing import Literal
 
 from patcher.bench import Language, MissingError, UsageError
 from patcher.bench.toolchains import toolchain
-from patcher.judges import LOCAL, remote_judge
+from patcher.judges import remote_judge
 from patcher.judges.hardware import hardware_facts
 
 _COMPILED = {
@@ -75,8 +75,9 @@ def device_facts(language: Language) -> str:
 
 def judge_device_kind(spec: str, language: Language) -> Literal["cpu", "cuda"]:
     """The kind of device that `--judge` judges the language on."""
-    if spec != LOCAL and language.traits.device is None:
-        return "cuda"  # what this machine has says nothing of the other one
+    remote = remote_judge(spec)
+    if remote and language.traits.device is None:
+        return remote[0].usual_kind(remote[1])
     return device_kind(language)
 
 

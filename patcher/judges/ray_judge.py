@@ -77,7 +77,7 @@ class RayJudge(RemoteJudge):
         posted = self.job(candidate, settings)
         if posted.digest not in self._done and posted.digest not in self._open:
             chosen = (settings or self.settings).device or candidate.language.traits.device
-            on_cpu = candidate.language.compile_only or chosen == "cpu"
+            on_cpu = candidate.language.compile_only or (chosen or self._cluster.usual) == "cpu"
             pool = self._cluster.pool("cpu" if on_cpu else "cuda")
             files = posted.job.files(candidate)
             job = PoolJob(name=posted.name, digest=posted.digest, files=files)
@@ -116,6 +116,10 @@ class RayJudge(RemoteJudge):
                 f"a Ray worker lacks what {posted.name} needs: {outcome.text}", "repair its node"
             )
         raise PatcherError(f"{posted.name}: {outcome.text}", "its traceback is in the worker's log")
+
+    @classmethod
+    def usual_kind(cls, place: str) -> Literal["cpu", "cuda"]:
+        return Cluster(place).usual
 
     @classmethod
     def hardware(cls, place: str, kind: Literal["cpu", "cuda"]) -> str:
@@ -200,10 +204,19 @@ class Cluster:
             )
         return self._known[kind]
 
-    def _gpu_kind(self) -> str:
+    @property
+    def usual(self) -> Literal["cpu", "cuda"]:
+        """A GPU, if one was named or is there."""
+        return "cuda" if self._gpu or self._kinds() else "cpu"
+
+    def _kinds(self) -> list[str]:
+        """The cluster's kinds of GPU, as Ray's `accelerator_type` names them."""
         prefix = "accelerator_type:"
         resources = self._ray.cluster_resources()
-        kinds = sorted(name[len(prefix) :] for name in resources if name.startswith(prefix))
+        return sorted(name[len(prefix) :] for name in resources if name.startswith(prefix))
+
+    def _gpu_kind(self) -> str:
+        kinds = self._kinds()
         if self._gpu and self._gpu not in kinds:
             raise MissingError(
                 f"the Ray cluster has no {self._gpu} GPU",

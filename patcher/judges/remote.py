@@ -76,6 +76,11 @@ class RemoteJudge(ABC):
         ...
 
     @classmethod
+    def usual_kind(cls, _place: str) -> Literal["cpu", "cuda"]:
+        """Where a language that runs on both is judged; this machine says nothing of it."""
+        return "cuda"
+
+    @classmethod
     def resolved(cls, place: str) -> str:
         """The place as it is called from another folder."""
         return place

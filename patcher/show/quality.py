@@ -31,7 +31,7 @@ def quality_lines(quality: Quality) -> list[Text | Table]:
         share = 100 * quality.near_ties / quality.positions
         lines.append(
             Text(
-                f"  the baseline's two largest logits are within {quality.flip_allowance:.3g} at "
+                f"  the baseline's two largest logits are as near as their errors at "
                 f"{quality.near_ties} of {quality.positions} positions ({share:.1f} %): near ties"
             )
         )

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def patcher(
-    *words: str, cwd: Path, env: dict[str, str] | None = None
+    *words: str, cwd: Path, env: dict[str, str] | None = None, limit_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "patcher", *words],
@@ -22,7 +22,7 @@ def patcher(
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=limit_s,
     )
 
 

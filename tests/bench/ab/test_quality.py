@@ -192,9 +192,8 @@ def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
     assert found.between.flips == found.near_tie_flips == len(rows)
     assert found.passed, found.reason
     assert f"{len(rows)} near ties, largest margin" in printed(found)
-    ties = ((baseline - baseline.amax(-1, keepdim=True)) >= -found.flip_allowance).sum(-1) > 1
-    assert found.near_ties == int(ties.sum())
-    assert len(rows) < found.near_ties < len(baseline)
+    assert found.near_ties is not None
+    assert len(rows) <= found.near_ties < len(baseline) / 2
     assert f"at {found.near_ties} of {found.positions} positions" in printed(found)
     wide = swapped.clone()
     far = int((top.values[:, 0] - top.values[:, 1]).argmax())
@@ -259,3 +258,38 @@ def test_errors_that_change_no_pick_excuse_none() -> None:
     assert "gap at a changed pick" in found.reason
     assert found.near_ties is not None
     assert found.near_ties < len(baseline) / 2
+
+
+def test_one_position_that_errs_much_excuses_no_other() -> None:
+    """As a bfloat16 model of real weights does after random tokens."""
+    reference = logits()
+    baseline = reference + noise(1e-2, 1)
+    top = reference.topk(2, dim=-1)
+    gaps = top.values[:, 0] - top.values[:, 1]
+    row = int((gaps - 0.5).abs().argmin())
+    odd = (row + 1) % len(baseline)
+    baseline[odd] += noise(1.0, 2)[odd]
+    changed = baseline.clone()
+    changed[row, top.indices[row, 1]] = baseline[row].amax() + 1e-3
+    found = compare_logits(baseline, baseline, changed, reference, "float64")
+    assert not found.passed
+    assert "gap at a changed pick" in found.reason
+    assert found.near_ties is not None
+    assert found.near_ties < len(baseline) / 2
+
+
+def test_the_position_furthest_beyond_what_is_allowed_is_told() -> None:
+    reference = logits()
+    baseline = reference + noise(1e-2, 1)
+    top = reference.topk(2, dim=-1)
+    gaps = top.values[:, 0] - top.values[:, 1]
+    wide, odd = gaps.topk(2).indices.tolist()
+    baseline[odd] += noise(2.0, 2)[odd]  # a wider gap changes there, and its errors explain it
+    picks = baseline.topk(2, dim=-1).indices
+    changed = baseline.clone()
+    for row in (wide, odd):
+        changed[row, picks[row, 1]] = baseline[row].amax() + 1e-3
+    found = compare_logits(baseline, baseline, changed, reference, "float64")
+    assert found.near_tie_flips == 1
+    assert found.worst_flip_margin == pytest.approx(float(gaps[wide]), abs=0.1)
+    assert found.flip_allowance < found.worst_flip_margin

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_cluster import ray_cluster
 
 from patcher import bench
 from patcher.bench import Candidate, Evaluation, Language, MissingError, Outcome, UsageError
@@ -86,24 +86,8 @@ def judge(report: Callable[[str, int, int], None] = lambda *_: None, who: str = 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'patcher[ray]'")
-    with pytest.MonkeyPatch.context() as patch:  # else ray writes a token into the home folder
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.delenv("RAY_AUTH_MODE")  # ray sets it itself, and it is to be as before
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        yield from started(ray)
-
-
-def started(ray: Any) -> Iterator[Any]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    yield ray
-    ray.shutdown()
+    with ray_cluster() as ray:
+        yield ray
 
 
 def judged(ray: Any) -> int:
@@ -157,6 +141,17 @@ def test_a_candidate_sees_nothing_of_ray(ray: Any) -> None:
     with judge() as asked:
         [found] = asked.evaluate([cpp(source)])
     assert "seen:[]" in found.model_dump_json(), found.failed_checks
+
+
+def test_what_runs_on_both_kinds_is_judged_on_the_kind_that_is_there(ray: Any) -> None:
+    solutions = bench.load_op("linear").solutions()
+    in_torch = next(candidate for info, candidate in solutions if info.name == "cpu_torch")
+    with judge() as asked:
+        [found] = asked.evaluate([in_torch])
+    assert found.right, found.failed_checks
+    assert found.environment is not None
+    assert found.environment.device_kind == "cpu"
+    assert Cluster("@H100").usual == "cuda"
 
 
 def test_what_the_cluster_lacks_is_said(ray: Any) -> None:

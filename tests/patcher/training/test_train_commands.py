@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from command_line import ROOT, error_of, patcher
+from ray_cluster import ray_cluster
 from tiny_writer import chance_of, write_model
 
 from patcher.training.folder import UpdateMetrics, read_metrics
@@ -92,6 +93,19 @@ def test_tricks_and_faults_in_a_rollout_are_counted_and_training_goes_on(whole: 
     assert lines[0].reward == pytest.approx((2 * len(right) - 16) / 16)
     # no source was judged twice, and what holds none was not judged at all
     assert len((whole / "verdicts.jsonl").read_text().splitlines()) <= len(REPLIES) + 3
+
+
+def test_judges_on_ray_reward_as_those_of_this_machine(
+    whole: Path, model: Path, tmp_path: Path
+) -> None:
+    with ray_cluster() as ray:
+        place = ray.get_runtime_context().gcs_address
+        words = reinforce(tmp_path / "rl", model, "--judge", f"ray:{place}")
+        token = {"RAY_AUTH_MODE": "token"}
+        result = patcher(*words, cwd=tmp_path, env=token, limit_s=900)
+    assert result.returncode == 0, result.stderr
+    assert without_times(read_metrics(tmp_path / "rl")) == without_times(read_metrics(whole))
+    assert adapter(tmp_path / "rl") == adapter(whole)
 
 
 def test_the_adapter_has_learned(whole: Path, model: Path) -> None:

@@ -1,0 +1,42 @@
+"""A Ray cluster of one node with two CPUs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Any]:
+    """Ray, joined to a new cluster; the test is skipped where it is not installed."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'patcher[ray]'")
+    with pytest.MonkeyPatch.context() as patch:  # else ray writes a token into the home folder
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.delenv("RAY_AUTH_MODE")  # ray sets it itself, and it is to be as before
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        _start(ray)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _start(ray: Any) -> None:
+    for left in (2, 1, 0):  # a busy machine may not start a node in the 30 s that ray gives it
+        try:
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                logging_level="ERROR",
+                log_to_driver=False,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out during startup" not in str(error):
+                raise
