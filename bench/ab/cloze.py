@@ -10,6 +10,7 @@ items. Scoring by the likelihood of each choice follows EleutherAI's lm-evaluati
 
 from __future__ import annotations
 
+import random
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from scipy.stats import binom
 
 from patcher.bench.ab.records import TaskScore
+from patcher.bench.engines import random_prompts
 from patcher.bench.errors import UsageError
 from patcher.bench.workload import Workload, weights_id
 
@@ -65,6 +67,39 @@ def questions(workload: Workload) -> list[Question] | str:
         [list(tokenizer(f"{item.statement} {choice}")["input_ids"]) for choice in item.choices]
         for item in items()
     ]
+
+
+def quality_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Tensor:
+    """Prompts after which the arms are compared, int64 [batch, input_len]: text for trained weights
+    with a tokenizer, since they are out of their depth after random tokens, else such tokens.
+    """
+    if isinstance(questions(workload), str):
+        return random_prompts(workload, vocab_size, seed)
+    return text_prompts(workload, seed)
+
+
+def text_prompts(workload: Workload, seed: int) -> torch.Tensor:
+    """The items with their right ends, in an order of its own for each prompt; int64 [batch,
+    input_len].
+
+    Raises:
+        UsageError: there is no tokenizer beside the weights, or it makes no tokens.
+    """
+    tokenizer, draw = tokenizer_of(workload), random.Random(seed)
+    texts = [f"{item.statement} {item.choices[0]}." for item in items()]
+    prompts: list[list[int]] = []
+    for _ in range(workload.batch):
+        tokens: list[int] = []
+        while len(tokens) < workload.input_len:
+            more = tokenizer(" ".join(draw.sample(texts, len(texts))))["input_ids"]
+            if not more:
+                raise UsageError(
+                    f"the tokenizer of {workload.model} makes no tokens of text",
+                    "repair its files, or use --weights random",
+                )
+            tokens += more
+        prompts.append(tokens[: workload.input_len])
+    return torch.tensor(prompts)
 
 
 def answers(served: Served, asked: Sequence[Question], batch: int) -> torch.Tensor:

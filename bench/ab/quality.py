@@ -1,21 +1,22 @@
 """Is it still the same model? Three tests, each relative to the baseline's own error.
 
-1. Logits over the same tokens. Both arms run as served: prefill, then one token per step through
-   the cache, so that shapes are those that are timed. The tokens are forced, so that one early pick
-   does not decide. The reference is the same weights in higher precision, and the baseline's own
-   error against it sets the limits; the worse of two runs if the engine does not repeat itself. A
-   patched model may have 1.25 times the root mean square error, 1.5 times the mean KL divergence,
-   twice the error of the worst logit, and four times the 99th percentile and the maximum of the
-   divergence by position. The last two depend on a few positions: other rounding in every matmul
-   of `gpt-oss-tiny` moved them by up to 1.9 times in 24 runs. An error of one rounding of float32
-   is allowed besides: an engine in float32 may agree with its reference to the last bit.
+1. Logits over the same tokens, after text if the weights are trained. Both arms run as served:
+   prefill, then one token per step through the cache, so that shapes are those that are timed. The
+   tokens are forced, so that one early pick does not decide. The reference is the same weights in
+   higher precision, and the baseline's own error against it sets the limits; the worse of two runs
+   if the engine does not repeat itself. A patched model may have 1.25 times the root mean square
+   error, 1.5 times the mean KL divergence, twice the error of the worst logit, and four times the
+   99th percentile and the maximum of the divergence by position. The last two depend on a few
+   positions: other rounding in every matmul of `gpt-oss-tiny` moved them by up to 1.9 times in 24
+   runs. An error of one rounding of float32 is allowed besides: an engine in float32 may agree with
+   its reference to the last bit.
 2. Greedy picks. Where the arms pick different tokens, the baseline's logit gap between them must be
    small enough for errors of such gaps at that position to explain it: of the lead of the largest
    logit over the next ten, twice the baseline's and up to twice that for the patch's own. Errors of
    single logits explain too much: in SmolLM2-135M in bfloat16 all logits of a position shift by up
    to 0.85 together, which changes no pick. So does the worst position: after random tokens one of
    132 in Qwen2.5-Coder-1.5B errs by 3.8, by which 121 positions were near ties.
-3. A task, if the weights are real: see `patcher.bench.ab.cloze`.
+3. A task, if the weights are trained: see `patcher.bench.ab.cloze`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
         steps: decode steps; with prefill's token, `steps + 1` positions per sequence are compared.
             Four copies of their logits are in memory, in float32 on the CPU.
     """
-    prompts = engine.prompts(seed)
+    prompts = cloze.quality_prompts(engine.workload, engine.vocab_size, seed)
     with arms["baseline"]():
         picked = engine.generate(prompts, steps).tokens
     tokens = torch.cat([prompts, picked], dim=1)
@@ -72,7 +73,7 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
     found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
     asked = cloze.questions(engine.workload)
     if isinstance(asked, str):
-        return found.model_copy(update={"task_refusal": asked})
+        return without_task(found, asked)
 
     def answers(arm: Arm) -> torch.Tensor:
         with arms[arm]():
@@ -214,12 +215,22 @@ def _limits(
     ]
 
 
+def without_task(found: Quality, refusal: str) -> Quality:
+    """The quality of a model that has no task, whose prompts are no text either.
+
+    Args:
+        refusal: why it has none.
+    """
+    return found.model_copy(update={"task_refusal": refusal, "prompts": "random tokens"})
+
+
 def with_task(found: Quality, task: TaskScore) -> Quality:
-    """The quality with the third test."""
+    """The quality with the third test, of a model that was asked after text."""
     failed = [rung.reason for rung in (found, task) if not rung.passed]
     return found.model_copy(
         update={
             "task": task,
+            "prompts": "text",
             "passed": not failed,
             "reason": "; ".join(failed or [found.reason, task.reason]),
         }

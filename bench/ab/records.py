@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Literal
 
 from pydantic import Field, JsonValue
 
@@ -101,6 +102,8 @@ class Quality(Record):
     """Positions with different picks whose gap is within the allowance."""
     near_ties: int | None = None
     """Positions, of all, at which the baseline's two largest logits are within the allowance."""
+    prompts: Literal["text", "random tokens"] | None = None
+    """What the compared tokens come after."""
     task: TaskScore | None = None
     task_refusal: str | None = None
     """Why there is no task score."""

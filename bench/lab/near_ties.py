@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from patcher.bench import UsageError, Workload
+from patcher.bench import Workload
 from patcher.bench.ab import cloze
 from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.quality import compare_logits, lead
@@ -41,7 +41,8 @@ class NearTies:
     near_ties: int
     near_tie_pct: float
     flip_allowance: float
-    """Twice the largest error of a gap between the best token and one of the next ten."""
+    """Median over positions of twice the largest error of a gap between the best token and one of
+    the next ten, and that of the patch, which is none here."""
     within_max_error: int
     """Positions whose gap is within 4 times the largest error of any logit instead."""
     within_rmse: int
@@ -88,24 +89,6 @@ def near_ties(engine: Engine, prompts: torch.Tensor, said: str, steps: int) -> N
     )
 
 
-def text_prompts(workload: Workload) -> torch.Tensor:
-    """The cloze items with their right ends as one text, cut into prompts [batch, input_len].
-
-    Raises:
-        UsageError: the weights have no tokenizer, or the text is too short for that.
-    """
-    tokens: list[int] = cloze.tokenizer_of(workload)(
-        " ".join(f"{item.statement} {item.choices[0]}." for item in cloze.items())
-    )["input_ids"]
-    count = workload.batch * workload.input_len
-    if len(tokens) < count:
-        raise UsageError(
-            f"the items have {len(tokens)} tokens, {count} were asked for",
-            "give a smaller --batch or --input-len",
-        )
-    return torch.tensor(tokens[:count]).view(workload.batch, workload.input_len)
-
-
 def main() -> None:
     """Write OUT.json."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -131,7 +114,7 @@ def main() -> None:
             threads=asked.threads,
         )
         engine = open_engine(workload)
-        kinds = {"text": text_prompts(workload), "random tokens": engine.prompts(1)}
+        kinds = {"text": cloze.text_prompts(workload, 1), "random tokens": engine.prompts(1)}
         for said, prompts in list(kinds.items())[: 1 if asked.text_only else 2]:
             rows.append(dataclasses.asdict(near_ties(engine, prompts, said, asked.steps)))
             print(json.dumps(rows[-1]), flush=True)

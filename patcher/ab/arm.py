@@ -80,7 +80,7 @@ class ArmServer:
             case say.InSteps(seed=seed):
                 return say.StepSeconds(seconds=in_steps(self.engine, seed))
             case say.Generate(seed=seed, steps=steps):
-                made = self.engine.generate(self.engine.prompts(seed), steps)
+                made = self.engine.generate(self._prompts(seed), steps)
                 gc.collect()
                 return say.Generated(tokens=made.tokens.tolist())
             case say.Logits():
@@ -147,11 +147,14 @@ class ArmServer:
         ]
 
     def _logits(self, asked: say.Logits) -> say.Wrote:
-        prompts = self.engine.prompts(asked.seed)
+        prompts = self._prompts(asked.seed)
         forced = torch.tensor(asked.forced)
         values, how = _logits_of(self.engine, prompts, forced, asked.reference)
         np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
         return say.Wrote(how=how)
+
+    def _prompts(self, seed: int) -> torch.Tensor:
+        return cloze.quality_prompts(self.workload, self.engine.vocab_size, seed)
 
     def _answers(self, questions: list[cloze.Question]) -> say.Answered:
         def served(prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:

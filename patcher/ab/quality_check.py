@@ -20,7 +20,7 @@ from patcher.bench import Quality, VerificationError
 from patcher.bench.ab import cloze
 from patcher.bench.ab.engine_config import overriding, words
 from patcher.bench.ab.processes import SHARE_ALONE
-from patcher.bench.ab.quality import compare_logits, with_task
+from patcher.bench.ab.quality import compare_logits, with_task, without_task
 from patcher.bench.engines import ENGINES
 from patcher.integrate import Patch
 
@@ -142,8 +142,7 @@ class QualityCheck:
         first, again, ours = (each.logits for each in served)
         quality = compare_logits(first, again, ours, reference.logits, how)
         if isinstance(self.questions, str):
-            told = {"task_refusal": self.questions}
-            return quality.model_copy(update=told), reference.entropy_pct
+            return without_task(quality, self.questions), reference.entropy_pct
         answers = [each.answers for each in served if each.answers is not None]
         if len(answers) < len(served):
             raise VerificationError(

@@ -21,6 +21,8 @@ def quality_lines(quality: Quality) -> list[Text | Table]:
         lines.append(Text("  two runs of the baseline are bit-identical, so the A/A floor is zero"))
     flips = quality.between.flips
     told = f"  greedy picks differ at {flips} of {quality.positions} positions"
+    if quality.prompts is not None:
+        told += f" after {quality.prompts}"
     if flips and quality.worst_flip_margin is not None:
         told += (
             f": {quality.near_tie_flips} near ties, largest margin "

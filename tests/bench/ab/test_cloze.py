@@ -16,7 +16,7 @@ from patcher.bench import Quality, UsageError
 from patcher.bench.ab import cloze
 from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.quality import assess
-from patcher.bench.engines import Engine, open_engine
+from patcher.bench.engines import Engine, open_engine, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,30 @@ def test_the_same_model_scores_the_same_and_says_what_would_be_found(engine: Eng
     assert 3 < task.detectable_pct < 10
     assert "points would be found" in found.reason
     assert Quality.model_validate_json(found.model_dump_json()) == found
+
+
+def test_trained_weights_are_compared_after_text(engine: Engine, tmp_path: Path) -> None:
+    workload = engine.workload.model_copy(update={"batch": 3, "input_len": 700})
+    first, other = (cloze.quality_prompts(workload, engine.vocab_size, seed) for seed in (1, 2))
+    assert first.shape == (3, 700)
+    assert torch.equal(first, cloze.quality_prompts(workload, engine.vocab_size, 1))
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+    words = cloze.tokenizer_of(workload).decode(first[0])
+    assert sum(item.statement in words for item in cloze.items()) > 20
+    assert quality(engine).prompts == "text"
+    random = workload.model_copy(update={"weights": "random"})
+    assert torch.equal(
+        cloze.quality_prompts(random, 50, 1), random_prompts(random, vocab_size=50, seed=1)
+    )
+
+
+def test_a_tokenizer_that_makes_no_tokens_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cloze, "tokenizer_of", lambda _: lambda _: {"input_ids": []})
+    with pytest.raises(UsageError, match="makes no tokens of text"):
+        cloze.text_prompts(engine.workload, 1)
 
 
 def test_a_damaged_model_loses_answers(engine: Engine) -> None:
