@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import DTYPES, Contract, PatcherError
+from patcher.bench import DTYPES, AxisGuard, Contract, PatcherError
 from patcher.integrate.changes import SourceChangedError
 from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import Dispatcher
@@ -107,16 +107,18 @@ def guards_of(manifest: Manifest) -> CallGuards:
     guards = manifest.guards
     return replace(
         contract_guards(manifest.contract, guards.device, guards.dtypes),
-        axes={
-            axis: AxisBounds(guard.minimum, guard.maximum, guard.multiple_of)
-            for axis, guard in guards.axes.items()
-        },
+        axes={axis: _bounds(guard) for axis, guard in guards.axes.items()},
+        shapes=tuple((one.sizes, one.axis, _bounds(one.guard)) for one in guards.shapes),
         capabilities=tuple(
             (int(major), int(minor))
             for major, minor in (name.split(".") for name in guards.capabilities)
         ),
         graph_safe=guards.graph_safe,
     )
+
+
+def _bounds(guard: AxisGuard) -> AxisBounds:
+    return AxisBounds(guard.minimum, guard.maximum, guard.multiple_of)
 
 
 def contract_guards(

@@ -88,6 +88,8 @@ class CallGuards:
     """Supported combinations, by dtype symbol."""
     axes: Mapping[str, AxisBounds] = field(default_factory=dict)
     """Bounds by axis."""
+    shapes: tuple[tuple[Mapping[str, int], str, AxisBounds], ...] = ()
+    """Sizes of a shape, and the bounds of an axis that count there in place of those in `axes`."""
     capabilities: tuple[tuple[int, int], ...] = ()
     """Supported compute capabilities; empty for any."""
     graph_safe: bool = True
@@ -134,6 +136,8 @@ class CallGuards:
                 if axis.isidentifier() and sizes.setdefault(axis, size) != size:
                     return f"shapes that do not fit: {axis}"
                 bounds = self.axes.get(axis)
+                if any(axis == swept for _, swept, _ in self.shapes):
+                    continue  # it depends on the shape
                 if bounds is not None and (reason := _beyond(axis, size, bounds)):
                     return reason
             here = tensor.device.type == self.device
@@ -185,7 +189,14 @@ class CallGuards:
         return None
 
     def _size(self, sizes: Mapping[str, int]) -> str | None:
-        for axis, bounds in self.axes.items():
+        own = [
+            (axis, bounds)
+            for shape, axis, bounds in self.shapes
+            if all(sizes.get(name) == size for name, size in shape.items())
+        ]
+        judged = {axis for axis, _ in own}
+        usual = [(axis, bounds) for axis, bounds in self.axes.items() if axis not in judged]
+        for axis, bounds in (*usual, *own):
             reason = _beyond(axis, sizes[axis], bounds) if axis in sizes else None
             if reason is not None:
                 return reason

@@ -78,12 +78,27 @@ class Target(Record):
         return present_name(info.data.get("engine", ""), point)
 
 
+class JudgedShape(Record):
+    """A shape with a verdict of its own, and the sizes of an axis at which it is called there."""
+
+    sizes: dict[str, int]
+    """Of the other axes."""
+    axis: str
+    guard: AxisGuard
+
+    def __str__(self) -> str:
+        shape = " ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"{self.axis} {self.guard} at {shape}"
+
+
 class PatchGuards(Record):
     """Where the kernel may be called; elsewhere the engine's own code runs."""
 
     device: DeviceKind
     dtypes: tuple[dict[str, DtypeName], ...]
     axes: dict[str, AxisGuard] = Field(default_factory=dict)
+    shapes: tuple[JudgedShape, ...] = ()
+    """At these, their own guard counts in place of the axis's in `axes`."""
     capabilities: tuple[Capability, ...] = ()
     """Compute capabilities that it was judged on; empty: any."""
     tensor_parallel: tuple[int, ...] = ()

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from patcher.bench import AxisGuard, Contract, Evaluation, sweep_named
+from patcher.integrate.manifest import JudgedShape
 
 
-def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict[str, AxisGuard]:
+def worth_calling(contract: Contract, evaluations: Sequence[Evaluation]) -> dict[str, AxisGuard]:
     """The op's guards, narrowed to the sizes at which the kernel is not slower than the baseline.
 
     A point is slower if the whole interval of its speedup lies below 1. Along each swept axis, the
     kernel is called from the first to the last point of the longest run without a slower one. A
-    kernel that is slower everywhere keeps its guards, so that it can run at all.
+    kernel that is slower everywhere keeps its guards, so that it can run at all. Of several
+    verdicts, each narrows: a shape that none is about may be like any of theirs.
     """
     axes = dict(contract.guards.axes)
     for evaluation in evaluations:
         axes |= _cut(axes, contract, evaluation)
     return axes
+
+
+def judged_shapes(
+    contract: Contract, evaluations: Sequence[Evaluation], axes: dict[str, AxisGuard]
+) -> tuple[JudgedShape, ...]:
+    """Shapes whose own verdict allows what the others' guards do not.
+
+    Args:
+        axes: what `worth_calling` gave.
+    """
+    found = []
+    for evaluation in evaluations:
+        sweep = sweep_named(contract, evaluation.sweep)
+        if sweep is None or not evaluation.timings or _slower_everywhere(evaluation):
+            continue
+        own = {**contract.guards.axes, **_cut(contract.guards.axes, contract, evaluation)}
+        guard = own.get(sweep.axis, AxisGuard())
+        if guard != axes.get(sweep.axis, AxisGuard()):
+            sizes = dict(evaluation.timings[0].axes)
+            sizes.pop(sweep.axis, None)
+            found.append(JudgedShape(sizes=sizes, axis=sweep.axis, guard=guard))
+    return tuple(found)
+
+
+def _slower_everywhere(evaluation: Evaluation) -> bool:
+    return all(one.speedup_high < 1 for one in evaluation.timings)
 
 
 def _cut(

@@ -37,7 +37,7 @@ from patcher.integrate.manifest import (
     created_at,
     patch_id,
 )
-from patcher.integrate.narrow import worth_calling
+from patcher.integrate.narrow import judged_shapes, worth_calling
 from patcher.integrate.points import Fingerprint, verify_calls
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Patch:
             binaries.append(binary)
             contents[binary.file] = built.path.read_bytes()
         fingerprint = source_fingerprint(engine, point.point)
+        axes = worth_calling(op.contract, (evaluation, *further))
         manifest = Manifest(
             id=patch_id(candidate, "" if point == patch_point(op, engine) else point.point),
             op=op.name,
@@ -133,7 +134,8 @@ class Patch:
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
-                axes=worth_calling(op.contract, (evaluation, *further)),
+                axes=axes,
+                shapes=judged_shapes(op.contract, (evaluation, *further), axes),
                 # the kernel may run only on what it was judged on
                 capabilities=(capability,) if capability else (),
                 tensor_parallel=tensor_parallel,

@@ -19,7 +19,6 @@ from patcher.bench import (
 from patcher.bench.engines import ENGINES, check_model
 from patcher.bench.engines.architecture import longest_context, own_dtype
 from patcher.bench.engines.model_config import refuse_gguf
-from patcher.bench.workload import named_model
 
 Device = Literal["cpu", "cuda"]
 USUAL_DTYPE: dict[Device, DType] = {"cpu": "float32", "cuda": "bfloat16"}
@@ -111,7 +110,7 @@ def workload_for(
         )
     else:
         check_model(workload)
-        if dtype is None and device == "cuda" and own_dtype(named_model(workload)) == "float16":
+        if dtype is None and device == "cuda" and own_dtype(workload) == "float16":
             workload = workload.model_copy(update={"dtype": "float16"})
         fit_context(workload, longest_context(model))
     return workload

@@ -15,6 +15,7 @@ from patcher.bench.engines.model_config import (
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.machine.memory import free_host_bytes
 from patcher.bench.presets import Preset, presets
+from patcher.bench.workload import Workload, named_model
 
 CPU_PARAMETERS = 1_000_000_000
 """Parameters up to which a model is taken to fit a CPU."""
@@ -65,13 +66,13 @@ def published_config(model: str) -> dict[str, Any]:
     return read_json(config_file(model))
 
 
-def own_dtype(model: str) -> str | None:
-    """The dtype that a model was published in, such as `float16`; None if config.json has none.
+def own_dtype(workload: Workload) -> str | None:
+    """The dtype that its model was published in, such as `float16`; None if config.json has none.
 
     Raises:
         UsageError, MissingError: as `published_config`.
     """
-    config = published_config(model)
+    config = published_config(named_model(workload))
     for each in (config, config.get("text_config") or {}):
         if found := each.get("dtype") or each.get("torch_dtype"):
             return str(found).removeprefix("torch.")

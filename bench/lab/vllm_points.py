@@ -333,7 +333,7 @@ def narrowed(patch: Patch, folder: Path, widest: int) -> Patch:
     shutil.copytree(patch.folder, folder)
     guards = patch.manifest.guards
     axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}
-    fewer = {"guards": guards.model_copy(update={"axes": axes})}
+    fewer = {"guards": guards.model_copy(update={"axes": axes, "shapes": ()})}
     text = patch.manifest.model_copy(update=fewer).model_dump_json(indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return Patch.load(folder)

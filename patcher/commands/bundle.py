@@ -120,6 +120,7 @@ def bundle(
     if manifest.left_out:
         slow = ", ".join(manifest.left_out)
         lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
+    lines += [Text(f"by a verdict of its own: {one}") for one in manifest.guards.shapes]
     lines += [
         Text(visible(f"over {one.sweep}: {one.lower_grade}: {one.grade_reason}"))
         for one in evaluations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patcher.bench import UsageError
+from patcher.bench import UsageError, Workload
 from patcher.bench.engines.architecture import own_dtype
 from patcher.workloads import workload_for, workload_of
 
@@ -85,4 +85,7 @@ def test_a_text_towers_dtype_is_found(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     tower = '{"model_type": "gemma3", "text_config": {"dtype": "torch.float16"}}'
     config.write_text(tower, encoding="utf-8")
-    assert own_dtype(str(config)) == "float16"
+    gemma = Workload(
+        model=str(config), device="cpu", dtype="float32", batch=1, input_len=1, output_len=1
+    )
+    assert own_dtype(gemma) == "float16"
