@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patcher.ab.record_files import read_record, write_record
 from patcher.ab.served_records import ServedHeader, ServedProcess, ServedResult
-from patcher.bench import UsageError
+from patcher.bench import Record, UsageError
 from patcher.bench.ab.served import arm_orders
 from patcher.bench.stats.comparison import Arm
 from patcher.runs.durable import held, held_if_free
@@ -155,9 +155,10 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
-def different(one: ServedHeader, other: ServedHeader) -> str | None:
+def different(one: Record, other: Record) -> str | None:
     """The first field in which two comparisons differ, as words; None if they are the same."""
-    fields = ServedHeader.model_fields
-    names = (name for name in fields if getattr(one, name) != getattr(other, name))
+    names = (name for name in type(one).model_fields if getattr(one, name) != getattr(other, name))
     name = next(names, None)
+    if name == "workload":
+        return different(getattr(one, name), getattr(other, name))
     return None if name is None else _WORDS.get(name, name)

@@ -221,7 +221,7 @@ def _facts(result: ServedResult) -> list[str]:
         *sides,
         *traces,
         *alone(header),
-        f"weights: {header.workload.weights}; the same model was not checked here: see "
+        f"{header.workload.dtype}, {header.workload.weights} weights; the same model was not checked here: see "
         "`patcher throughput compare` without --client",
         f"{result.environment.device}, driver {result.environment.driver}",
         f"clocks {result.clocks}",

@@ -222,6 +222,7 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
     for other, said in (
         ({"fingerprint": "another"}, "another device, driver or version"),
         ({"sides": there.header.sides[::-1]}, "another pair of sides"),
+        ({"workload": WORKLOAD.model_copy(update={"dtype": "float16"})}, "another dtype"),
     ):
         header = there.header.model_copy(update=other)
         foreign = there.model_copy(update={"header": header})
@@ -575,7 +576,9 @@ def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
         ("--quick", "measured alone"),
         ("--profile x", "not profiled"),
         ("--concurrency 0", "--concurrency '0'"),
+        ("--concurrency ,", "--concurrency ','"),
         ("--trace no", "unknown trace 'no'"),
+        ("--trace=", "unknown trace ''"),
         ("--rate 0", "--rate 0 is no list of requests a second"),
         ("--rate 2,x", "--rate 2,x is no list of requests a second"),
         ("--rate 2,2", "a point is there twice"),
