@@ -50,7 +50,7 @@ from patcher.bench.ops.contract import (
     Sweep,
     TensorSpec,
 )
-from patcher.bench.ops.dtypes import DTYPES, Dtype
+from patcher.bench.ops.dtypes import DTYPES, Dtype, dtypes_in
 from patcher.bench.ops.header import comment_mark, header_form, header_hint, read_header
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops, sweep_named
 from patcher.bench.plugins import Plugin, Registry, plugins
@@ -152,6 +152,7 @@ __all__ = [
     "comment_mark",
     "compare",
     "content",
+    "dtypes_in",
     "first_error",
     "fit_context",
     "geomean",

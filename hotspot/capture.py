@@ -153,7 +153,8 @@ class _Program:
         return f"{what}, batch {workload.batch}" if len(self.workloads) > 1 else what
 
     def served(self, workload: Workload) -> ServedModel:
-        return ServedModel.of(workload.model, workload.batch, self.places)
+        served = ServedModel.of(workload.model, workload.batch, self.places)
+        return replace(served, dtype=workload.dtype)
 
 
 def _under_nsys(nsys: Path, program: _Program, say: Callable[[str], None]) -> tuple[Profile, ...]:

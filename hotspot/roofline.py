@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patcher.bench import Op, PatcherError, Point, UsageError, presets
+from patcher.bench import Op, PatcherError, Point, UsageError, dtypes_in, presets
 from patcher.bench.engines.architecture import known_sizes
 from patcher.hotspot.names import is_within, sizes_in
 from patcher.hotspot.profile import Counters, Gpu
@@ -35,6 +35,8 @@ class ServedModel:
     """Sizes by the axis names of the op contracts; `tokens` is the batch of a decode step."""
     places: Places | None = None
     """None: the model cannot be asked, only its name."""
+    dtype: str | None = None
+    """Of weights and activations; None: that of the op's sweep."""
     name: str = field(default="", compare=False)
     """As a person wrote it."""
 
@@ -110,7 +112,10 @@ def cost_of(
             axes |= {name: served.axes[name] for name in sweep.fixed if name in served.axes}
             if sizes is not None:
                 axes |= {sweep.axis: sizes[0], "hidden": sizes[1]}
-            point = Point(axes=axes, dtypes=sweep.dtypes)
+            dtypes = sweep.dtypes
+            if served.dtype is not None:
+                dtypes = dtypes_in(served.dtype, sweep, op.contract)
+            point = Point(axes=axes, dtypes=dtypes)
             return LaunchCost(
                 op.contract.bytes_moved(point), op.contract.flops(point), f"op {op.name}"
             )

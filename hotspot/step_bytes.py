@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from patcher.bench import DTYPES, UsageError
+from patcher.bench import DTYPES, DType, UsageError
 from patcher.bench.engines.architecture import ModelSizes, published_config, sizes_of
 from patcher.bench.engines.model_config import model_config
 from patcher.hotspot.rules import rules
@@ -66,7 +66,9 @@ class StepBytes:
     """What is not counted, in sentences."""
 
 
-def step_bytes(model: str, batch: int, context: int, quantised: bool = True) -> StepBytes:
+def step_bytes(
+    model: str, batch: int, context: int, quantised: bool = True, dtype: DType | None = None
+) -> StepBytes:
     """Count what a decode step of a model reads.
 
     Args:
@@ -74,6 +76,7 @@ def step_bytes(model: str, batch: int, context: int, quantised: bool = True) -> 
         batch: sequences in a step.
         context: tokens of each sequence that attention reads.
         quantised: whether weights are in the format of the published checkpoint.
+        dtype: of what is not quantised; None: as published, or bfloat16.
 
     Raises:
         UsageError: transformers cannot build the model, or its weights have an unknown format.
@@ -84,7 +87,8 @@ def step_bytes(model: str, batch: int, context: int, quantised: bool = True) -> 
     config = model_config(model)
     text, sizes = config.get_text_config(decoder=True), sizes_of(config)
     said = published_config(model).get("quantization_config") if quantised else None
-    weights = _Weights(said or {}, _item_bytes(text, config))
+    item = _item_bytes(text, config) if dtype is None else DTYPES[dtype].item_bytes
+    weights = _Weights(said or {}, item)
     distinct = expected_experts(sizes, batch)
     roles: dict[str, RoleBytes] = {}
     for part in _parameters(skeleton(_unquantised(config), model)):

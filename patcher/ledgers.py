@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patcher.bench import MissingError, UsageError, Workload, presets
+from patcher.bench import DType, MissingError, UsageError, Workload, presets
 from patcher.bench.engines import in_process
 from patcher.hotspot import Places, Profile, ProfileWarning
 from patcher.places import places_in
@@ -15,6 +15,7 @@ def with_ledger(
     batch: int | None = None,
     context: int | None = None,
     gpu: str | None = None,
+    dtype: DType | None = None,
 ) -> Profile:
     """A profile that was read, with its ledger.
 
@@ -24,6 +25,7 @@ def with_ledger(
         batch: sequences in a step; by default the preset's.
         context: tokens of a sequence that attention reads; by default the preset's prompt.
         gpu: the GPU's name, where the source does not say it.
+        dtype: that the model ran in; by default as it was published.
 
     Raises:
         UsageError: the model or its traffic is not known, or see `step_ledger`.
@@ -35,7 +37,7 @@ def with_ledger(
     if batch is None or context is None:
         what = "--batch" if batch is None else "--input-len"
         raise UsageError(f"the bytes of a step of {model} depend on its traffic", f"give {what}")
-    return _with(profile, model, batch, context, True, gpu, places_in(model))
+    return _with(profile, model, batch, context, True, gpu, places_in(model), dtype)
 
 
 def with_ledger_of(profile: Profile, workload: Workload) -> Profile:
@@ -44,7 +46,8 @@ def with_ledger_of(profile: Profile, workload: Workload) -> Profile:
     quantised = not (in_process(workload.engine) and workload.weights == "random")
     context = workload.input_len
     places = places_in(workload.model, workload.engine)
-    return _with(profile, workload.model, workload.batch, context, quantised, None, places)
+    traffic = (workload.model, workload.batch, context)
+    return _with(profile, *traffic, quantised, None, places, workload.dtype)
 
 
 def with_ledger_if_known(profile: Profile, workload: Workload) -> Profile:
@@ -64,11 +67,12 @@ def _with(
     quantised: bool,
     gpu: str | None,
     places: Places | None,
+    dtype: DType | None,
 ) -> Profile:
     # what counts a model's bytes needs PyTorch, and the rest numpy
     from patcher.hotspot.step_bytes import step_bytes
     from patcher.hotspot.step_ledger import step_ledger
 
-    counted = step_bytes(model, batch, context, quantised)
+    counted = step_bytes(model, batch, context, quantised, dtype)
     found = step_ledger(profile, counted, gpu=gpu, places=places)
     return profile.model_copy(update={"ledger": found})

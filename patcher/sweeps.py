@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patcher.bench import SIZED, Op, Workload
+from patcher.bench import SIZED, Op, Workload, dtypes_in
 from patcher.bench.engines.architecture import known_sizes
 
 
@@ -33,11 +33,7 @@ def served_sweep(op: Op, device: str, asked: str | None, workload: Workload | No
     axes = sizes.axes(sweep.fixed)
     same = sweep.sized(axes, {}) == sweep  # what it sweeps was chosen for such a model, too
     values = sizes.readers if sweep.axis == "outer" and not same else ()
-    # the model's dtype takes the place of the first symbol's, and of those that are the same
-    alike = [name for name, now in sweep.dtypes.items() if now == sweep.dtypes[first]]
-    dtypes = {**sweep.dtypes, **dict.fromkeys(alike, workload.dtype)}
-    allowed = dtypes in op.contract.dtype_choices()
-    found = sweep.sized(axes, dtypes if allowed else {}, values)
+    found = sweep.sized(axes, dtypes_in(workload.dtype, sweep, op.contract), values)
     if found.name == op.sweep(device, asked).name:
         return asked
     return op.sweep(device, found.name).name

@@ -66,6 +66,18 @@ def published_config(model: str) -> dict[str, Any]:
     return read_json(config_file(model))
 
 
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the text decoder: all of it where a model has no other parts.
+
+    Raises:
+        UsageError: that is no JSON object.
+    """
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise UsageError("text_config is no JSON object", "check the model's config.json")
+    return text
+
+
 def own_dtype(workload: Workload) -> str | None:
     """The dtype that its model was published in, such as `float16`; None if config.json has none.
 
@@ -73,7 +85,7 @@ def own_dtype(workload: Workload) -> str | None:
         UsageError, MissingError: as `published_config`.
     """
     config = published_config(named_model(workload))
-    for each in (config, config.get("text_config") or {}):
+    for each in (config, text_part(config)):
         if found := each.get("dtype") or each.get("torch_dtype"):
             return str(found).removeprefix("torch.")
     return None
@@ -127,7 +139,7 @@ def longest_context(model: str) -> int | None:
     """Tokens that a sequence may have; None where its config.json does not say. Raises as
     `published_config`."""
     config = published_config(model)
-    text = config.get("text_config") or config
+    text = text_part(config)
     stated = [text[name] for name in LENGTHS if isinstance(text.get(name), int)]
     return min(stated, default=None)
 
@@ -220,7 +232,7 @@ def sizes_of(config: Any) -> ModelSizes:
 
 def stated_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes that a config.json states, without what transformers knows of the architecture."""
-    return _sizes((config.get("text_config") or config).get)
+    return _sizes(text_part(config).get)
 
 
 def known_sizes(model: str) -> ModelSizes:

@@ -10,8 +10,14 @@ from contextlib import contextmanager
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.workload import Workload
 
-_ERROR = re.compile(r"((\([^)]*\)|\[rank\d+\]:) *)*([\w.]*(Error|Exception|Exit|Interrupt)\b.*)")
-"""The line of a traceback that names the exception; vLLM prepends the process, PyTorch the rank."""
+_ERROR = re.compile(
+    r"((\([^)]*\)|\[rank\d+\]:|ERROR \S+ \S+ \[\w+\.py:\d+\]) *)*"
+    r"([\w.]*(Error|Exception|Exit|Interrupt)\b(?! \w).*)"
+)
+"""The line of a traceback that names the exception; vLLM prepends the process and what logs it,
+PyTorch the rank."""
+_ELSEWHERE = "root cause"
+"""In what vLLM's processes raise when another one failed: its exception is above."""
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "out of memory")
 _LONGEST = 300
 
@@ -72,5 +78,7 @@ def last_error(output: bytes) -> str:
     """The last exception that a program printed, else its last line; at most 300 characters."""
     lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines()]
     named = [found[3] for line in lines if (found := _ERROR.match(line))]  # warnings may follow it
-    last = named or [line for line in lines if line]
+    last = (
+        [one for one in named if _ELSEWHERE not in one] or named or [line for line in lines if line]
+    )
     return last[-1][:_LONGEST] if last else ""

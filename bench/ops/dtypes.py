@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from patcher.bench.ops.contract import Contract, Sweep
+
 Tolerance = Literal["exact", "rounded", "narrow"]
 """How the judge compares. `exact`: integers, which must be equal. `rounded`: floats, by their error
 against float64. `narrow`: likewise after decoding, whatever the bits."""
@@ -242,3 +244,12 @@ def dtype_of(value: torch.dtype) -> Dtype:
         KeyError: the table has none.
     """
     return DTYPES[str(value).removeprefix("torch.")]
+
+
+def dtypes_in(dtype: str, sweep: Sweep, contract: Contract) -> dict[str, str]:
+    """A sweep's dtypes where the model runs in `dtype`: it takes the place of the first symbol's,
+    and of those that are the same. As the sweep has them if the contract does not allow that.
+    """
+    usual = sweep.dtypes[next(iter(contract.dtypes))]
+    found = {name: dtype if now == usual else now for name, now in sweep.dtypes.items()}
+    return found if found in contract.dtype_choices() else sweep.dtypes

@@ -130,7 +130,10 @@ def read_tuning(path: Path, workload: Workload) -> Tuning:
     differ = [
         name
         for name, same in (
-            ("model, engine or weights", of == workload),
+            *(
+                (each, getattr(of, each) == getattr(workload, each))
+                for each in Workload.model_fields
+            ),
             ("device", here.device == there.device),
             ("driver", here.driver == there.driver),
             ("libraries", here.packages == there.packages),

@@ -62,19 +62,26 @@ def other_shapes(
         return shapes_of(workload, None, None) if default else ()
     return shapes_of(
         workload,
-        None if batches is None and default else whole_numbers(batches or "", "--also-batch"),
-        None if contexts is None and default else whole_numbers(contexts or "", "--also-context"),
+        _others(batches, default, "--also-batch"),
+        _others(contexts, default, "--also-context"),
     )
+
+
+def _others(text: str | None, default: bool, option: str) -> list[int] | None:
+    """What an option lists; None: the default."""
+    if text is None:
+        return None if default else []
+    return whole_numbers(text, option)
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
     """Parse whole numbers with commas, the value of an option.
 
     Raises:
-        UsageError: a value is none.
+        UsageError: a value is none, or there is none.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise UsageError(f"{option} {text!r}", f"give whole numbers with commas: {option} 1,64")
     return [int(part) for part in parts]
 

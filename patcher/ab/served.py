@@ -34,6 +34,7 @@ from patcher.ab.served_records import (
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import (
+    DYING_S,
     WARM_UP_TOKENS,
     EngineServer,
     WarmUp,
@@ -306,6 +307,9 @@ class Taking(SideTaking):
         try:
             found = parse_json(result.read_text(encoding="utf-8").splitlines()[-1])
             run = run_of(point, trace, found)
+        except PatcherError as error:  # requests failed: the server knows why
+            at.server.check(DYING_S)
+            raise at.server.failed(f"served badly: {error.message}") from error
         except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
             raise PatcherError(

@@ -15,12 +15,16 @@ from pathlib import Path
 
 from patcher.ab.record_files import read_record, write_record
 from patcher.ab.served_records import ServedHeader, ServedProcess, ServedResult
-from patcher.bench import UsageError
+from patcher.bench import Record, UsageError
 from patcher.bench.ab.served import arm_orders
 from patcher.bench.stats.comparison import Arm
 from patcher.runs.durable import held, held_if_free
 
-_WORDS = {"fingerprint": "device, driver or version of a library", "sides": "pair of sides"}
+_WORDS = {
+    "fingerprint": "device, driver or version of a library",
+    "sides": "pair of sides",
+    "config": "config.json",
+}
 
 
 class ServedFolder:
@@ -67,14 +71,16 @@ class ServedFolder:
         Raises:
             UsageError: it is of another comparison, or names no machine, as older results do.
         """
-        if (other := different(result.header, self._header)) is not None:
+        known = result.header.config or self._header.config
+        header = result.header.model_copy(update={"config": known})
+        if (other := different(header, self._header)) is not None:
             raise UsageError(
                 f"that result is of another comparison: another {other}",
                 "give a result of the same command, on the same kind of machine",
             )
         if not all(one.machine for one in result.processes):
             raise UsageError("that result does not say which machine it is of", "measure it again")
-        known = [_numbered(one, 0) for one in self._measured()]
+        measured = [_numbered(one, 0) for one in self._measured()]
         pairs: dict[int, list[ServedProcess]] = {}
         for process in result.processes:
             pairs.setdefault(process.pair, []).append(process)
@@ -82,7 +88,7 @@ class ServedFolder:
         for earlier, pair in pairs.items():
             free = (number for number in self.missing() if (number - earlier) % 2 == 0)  # its order
             number = next(free, None)
-            if number is None or len(pair) != 2 or _numbered(pair[0], 0) in known:
+            if number is None or len(pair) != 2 or _numbered(pair[0], 0) in measured:
                 continue
             with self.claimed(number, pair[0].machine) as mine:
                 for process in pair if mine else ():
@@ -155,9 +161,10 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
-def different(one: ServedHeader, other: ServedHeader) -> str | None:
+def different(one: Record, other: Record) -> str | None:
     """The first field in which two comparisons differ, as words; None if they are the same."""
-    fields = ServedHeader.model_fields
-    names = (name for name in fields if getattr(one, name) != getattr(other, name))
+    names = (name for name in type(one).model_fields if getattr(one, name) != getattr(other, name))
     name = next(names, None)
+    if name == "workload":
+        return different(getattr(one, name), getattr(other, name))
     return None if name is None else _WORDS.get(name, name)

@@ -34,7 +34,7 @@ def points_for(
     """
     own = client.offline
     if own is None:
-        return points_of(names or BOTH_TRACES, concurrencies, rates)
+        return points_of(BOTH_TRACES if names is None else names, concurrencies, rates)
     of_server = {"--trace": names, "--rate": rates or None, "--port": port}
     if given := [option for option, value in of_server.items() if value is not None]:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from patcher.ab.server import HOST, Installation, WarmUp, installation
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, Workload
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.served import ServedPoint, ServedRun, ServingTrace, StalledRun, traces
+from patcher.bench.engines.architecture import published_config
 from patcher.bench.engines.served_model import LENGTH_STEP
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import ServingClient, filled, flags
@@ -95,6 +97,9 @@ class ServedHeader(Record):
     """The server's command, with names in place of paths; empty: the client starts the engine."""
     bench: tuple[str, ...]
     """The client's."""
+    config: str = ""
+    """Digest of the model's config.json: a folder's name may stay, and what it holds change. Empty
+    in older files."""
 
     @property
     def offline(self) -> bool:
@@ -103,8 +108,7 @@ class ServedHeader(Record):
 
     @property
     def folder_name(self) -> str:
-        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
-        return f"served-{digest}"
+        return f"served-{_digest(self.model_dump_json())}"
 
 
 class ServedProcess(Record):
@@ -310,7 +314,12 @@ def header_of(
         sides=(baseline, patched),
         serve=() if offline else tuple(job.serve_command(named, values)),
         bench=tuple(job.offline_command(named, values)) if offline else bench,
+        config=_digest(json.dumps(published_config(job.workload.model), sort_keys=True)),
     ), (one, other)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _refuse_small_vocabulary(job: ServedJob, size: int) -> None:

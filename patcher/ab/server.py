@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from patcher.ab.engine_command import EngineCommand
-from patcher.bench import MissingError, PatcherError, Record, UsageError
+from patcher.bench import MissingError, Record, UsageError
 from patcher.bench.engines import PLUGINS
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
@@ -157,7 +157,7 @@ class EngineServer(EngineCommand):
             failures = [one for one in pool.map(lambda body: self._post(path, body), bodies) if one]
         if failures:
             self.check(DYING_S)
-            raise PatcherError(f"the {self.name} server refused a warm-up request: {failures[0]}")
+            raise self.failed(f"refused a warm-up request: {failures[0]}")
         return time.monotonic() - begin
 
     def _post(self, path: str, body: Mapping[str, object]) -> str:

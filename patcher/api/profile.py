@@ -150,10 +150,11 @@ def profile(
         device: `cpu` or `cuda`, to capture; by default CUDA where there is one.
         batch: sequences in a decode step; the preset's by default. One a call; `patcher profile
             --batch 1,8,64` captures several in one run of the engine.
-        input_len: prompt tokens of a sequence, to capture.
+        input_len: prompt tokens of a sequence, to capture, or of a file for its ledger.
         output_len: decode steps, to capture.
         weights: `random`, `hub` or `local`, to capture.
-        dtype: `float32`, `bfloat16` or `float16`, to capture; by default as in `throughput`.
+        dtype: `float32`, `bfloat16` or `float16`, to capture; by default as in `throughput`. Or
+            of a file for its ledger; by default as the model was published.
         threads: CPU threads, to capture.
         patches: a bundle, or several, that are in while it is captured.
         keep: folder for the captured files, which name the host and its folders.
@@ -189,8 +190,8 @@ def profile(
         raise UsageError("gpu names the GPU of a file, for its ledger", "add ledger=True")
     with progress_bar(progress) as report:
         if source is not None:
-            if ledger:  # which counts with the prompt of a file
-                captures.pop("input_len")
+            if ledger:  # which counts with the prompt and the dtype of a file
+                del captures["input_len"], captures["dtype"]
             if wrong := [name for name, value in captures.items() if value is not None]:
                 raise UsageError(
                     f"{wrong[0]} applies only to a capture", "leave it out, or leave source out"
@@ -215,7 +216,9 @@ def profile(
             if ledger:
                 if model is None:
                     raise UsageError("a ledger needs the model's sizes", "name the model")
-                found = with_ledger(found, model, batch=batch, context=input_len, gpu=gpu)
+                found = with_ledger(
+                    found, model, batch=batch, context=input_len, gpu=gpu, dtype=dtype
+                )
             return _result(found)
         if model is None:
             raise UsageError("nothing to profile", "give a file, or model= to capture")

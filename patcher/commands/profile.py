@@ -148,12 +148,23 @@ def profile(
         )
     if several and plot_file:
         raise UsageError("--plot draws one profile", "leave it out, or give one batch")
-    if patches and (source or compare_files):
-        raise UsageError("--patch applies only to a capture", "leave out --from and --compare")
+    of_captures = {
+        "--patch": patches,
+        "--keep": keep,
+        "--device": device,
+        "--output-len": output_len,
+        "--weights": weights != "random",
+        "--input-len": input_len and not (ledger and source),
+        "--dtype": dtype and not (ledger and source),
+    }
+    if (source or compare_files) and (given := [name for name, is_ in of_captures.items() if is_]):
+        raise UsageError(
+            f"{' and '.join(given)} applies only to a capture", "leave out --from and --compare"
+        )
     if gpu and not (ledger and source):
         raise UsageError("--gpu names the GPU of a file, for its ledger", "add --from and --ledger")
     if compare_files is not None:
-        if source or minus or plot_file or ledger:
+        if source or minus or plot_file or ledger or ncu or steps:
             raise UsageError("--compare takes two files and no other", "leave the others out")
         before, after = (
             read(path, model or UNNAMED, window=window, batch=one_batch, force=force)
@@ -181,10 +192,14 @@ def profile(
             )
             if ledger:
                 bar("ledger", 0, 1)
-                found = with_ledger(found, model, batch=one_batch, context=input_len, gpu=gpu)
+                found = with_ledger(
+                    found, model, batch=one_batch, context=input_len, gpu=gpu, dtype=dtype
+                )
     else:
-        if minus or ncu or window:
-            raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
+        if minus or ncu or window or steps or force:
+            raise UsageError(
+                "--minus, --ncu, --window, --steps and --force go with --from", "name a profile"
+            )
         most = max(batches, default=None)  # which the engine must take
         workload = workload_of(
             model, device, engine, most, input_len, output_len, weights, dtype=dtype

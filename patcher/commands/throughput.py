@@ -100,6 +100,7 @@ def compare(
             )
         chosen = (model, workload, engine, size, baseline, others, served, margin_pct)
         return compare_patched(*served_job(*chosen), patches, Output(as_json), out, page)
+    _refuse_without_client(served)
     command = ThroughputCommand.of(Output(as_json), out, page)
     job = job_for(model, workload, engine, size, baseline, others, margin_pct)
     if quick and not job.process_pairs:
@@ -108,6 +109,14 @@ def compare(
             "give --processes 3 or --engine vllm",
         )
     return command.compare(job.model_copy(update={"alone": not quick}), patches)
+
+
+def _refuse_without_client(served: ServedChoice) -> None:
+    if served != ServedChoice():
+        raise UsageError(
+            "--trace, --concurrency, --rate, --port and --with are of a client",
+            "give --client vllm-bench, too, or leave them out",
+        )
 
 
 @throughput_app.command("compare-engines")
@@ -210,6 +219,7 @@ def tune(
     if served.client is not None:
         chosen = (model, workload, engine, SampleSize(), BaselineChoice(), others, served, None)
         return tune_as_served(*served_job(*chosen), switches, output, out)
+    _refuse_without_client(served)
     if switches.draft is not None:
         raise UsageError("a draft model is tried over HTTP", "give --client vllm-bench, too")
     options_of(workload.engine)

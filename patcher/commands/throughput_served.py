@@ -156,7 +156,9 @@ def served_job(
         workload.dtype,
     )
     name, client = client_of(served.client, what.engine)
-    users = whole_numbers(served.concurrency, "--concurrency") if served.concurrency else None
+    users = (
+        None if served.concurrency is None else whole_numbers(served.concurrency, "--concurrency")
+    )
     tuned = None if baseline.tuned is None else read_tuning(baseline.tuned, what)
     arguments = dict(map(argument, engine.engine_args or []))
     arguments |= tuned.chosen if tuned else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TypeVar
 
@@ -162,6 +163,7 @@ def _command(run: Run, plan: RunPlan) -> str:
     words = ["patcher", config.command, config.model or plan.op or ""]
     options = {
         "--op": plan.op if plan.whole else None,
+        "--from": plan.profile_file,
         "--language": plan.language,
         "--model": settings.get("model"),
         "--strategy": plan.search.strategy if plan.search.strategy != "refine" else None,
@@ -179,13 +181,15 @@ def _command(run: Run, plan: RunPlan) -> str:
     if config.workload:
         load = config.workload
         options |= {
+            "--engine": load.engine,
             "--device": load.device,
             "--batch": load.batch,
             "--input-len": load.input_len,
             "--output-len": load.output_len,
             "--weights": load.weights,
+            "--dtype": load.dtype,
         }
     for name, value in options.items():
         if value is not None:
             words += [name, str(value)]
-    return " ".join(words)
+    return shlex.join(words)

@@ -221,8 +221,8 @@ def _facts(result: ServedResult) -> list[str]:
         *sides,
         *traces,
         *alone(header),
-        f"weights: {header.workload.weights}; the same model was not checked here: see "
-        "`patcher throughput compare` without --client",
+        f"{header.workload.dtype}, {header.workload.weights} weights; the same model was not "
+        "checked here: see `patcher throughput compare` without --client",
         f"{result.environment.device}, driver {result.environment.driver}",
         f"clocks {result.clocks}",
         *([f"measured {result.created}"] if result.created else []),

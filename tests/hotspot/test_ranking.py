@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from patcher.hotspot.roofline import (
     LaunchCost,
     ServedModel,
     completed,
+    cost_of,
     speed_of_light_ns,
 )
 from patcher.hotspot.rules import rules
@@ -352,3 +354,14 @@ def test_an_op_covers_only_its_own_chain_and_only_models_it_fits() -> None:
     rotation = "void rope_kernel<128>()"
     assert op(rotation, "Qwen3-8B") == (None, ())
     assert op(rotation, "gpt-oss-20b")[0] == "rope"
+
+
+def test_an_op_moves_the_bytes_of_the_dtype_that_the_model_ran_in() -> None:
+    op, served = bench.load_op("rms_norm"), ServedModel(axes={"tokens": 8, "hidden": 4096})
+    costs = [
+        cost_of(op, None, replace(served, dtype=dtype))
+        for dtype in (None, "bfloat16", "float32", "int8")
+    ]
+    usual, same, wide, unknown = (cost.bytes for cost in costs if cost and cost.bytes)
+    assert usual == same == unknown, "a dtype that no contract has changes nothing"
+    assert wide == 2 * usual

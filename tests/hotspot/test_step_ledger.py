@@ -57,6 +57,14 @@ def test_floors_of_gpt_oss_are_those_counted_by_hand(
         assert 1e3 * total / rate.bytes_per_s == pytest.approx(expected, rel=0.02)
 
 
+def test_what_is_not_quantised_has_the_bytes_of_the_dtype_that_it_ran_in() -> None:
+    as_published, float32 = role_bytes(MODEL), role_bytes(MODEL, dtype="float32")
+    assert role_bytes(MODEL, dtype="float16") == as_published
+    assert float32["head"] == 2 * as_published["head"]
+    assert float32["attention"] == 2 * as_published["attention"]
+    assert float32["experts.down"] < 1.1 * as_published["experts.down"], "mxfp4 but for biases"
+
+
 def test_each_role_of_gpt_oss_has_its_own_bytes(counted: StepBytes) -> None:
     """24 layers of 32 experts, of which a token goes to 4; 8 key heads of 64; window of 128."""
     distinct = 32 * (1 - (1 - 4 / 32) ** 8)

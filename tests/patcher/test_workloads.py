@@ -81,6 +81,15 @@ def test_a_preset_runs_in_the_dtype_that_was_asked_for() -> None:
         ask("int8")
 
 
+@pytest.mark.parametrize("text", ["7", "[1]", '"llama"'])
+def test_a_text_tower_that_is_no_object_is_said(text: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(f'{{"model_type": "gemma3", "text_config": {text}}}', encoding="utf-8")
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UsageError, match="text_config is no JSON object"):
+            workload_of(str(config), device, "vllm", None, None, None, "random")
+
+
 def test_a_text_towers_dtype_is_found(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     tower = '{"model_type": "gemma3", "text_config": {"dtype": "torch.float16"}}'

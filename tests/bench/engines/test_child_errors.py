@@ -18,10 +18,26 @@ The target application returned non-zero exit code 1
 """
 
 
+WORKER = b"""\
+(Worker-0 pid=2) ERROR 11-29 08:55:09 [x.py:953] WorkerProc failed to start.
+(Worker-0 pid=2) ERROR 11-29 08:55:09 [x.py:953]     raise ValueError(
+(Worker-0 pid=2) ERROR 11-29 08:55:09 [x.py:953] ValueError: too little memory
+(EngineCore pid=1) ERROR 11-29 08:55:12 [core.py:15] Exception: See stack trace for root cause.
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+LOGGED = b"(APIServer pid=1) ERROR 11-29 08:54:38 [repo.py:124] Error parsing config\nServing\n"
+
+
 @pytest.mark.parametrize(
     ("output", "said"),
     [
         (TRACEBACK, "torch.cuda.CudaError: no kernel image"),
+        (WORKER, "ValueError: too little memory"),
+        (
+            WORKER.splitlines()[-1],
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+        ),
+        (LOGGED, "Serving"),
         (b"first\nlast\n\n", "last"),
         (b"", "it printed nothing"),
         (b"\xff" + b"x" * 1000, "\ufffd" + "x" * 299),

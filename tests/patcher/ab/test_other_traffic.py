@@ -164,7 +164,7 @@ def test_which_points_are_asked_for() -> None:
     assert [(s.batch, s.context) for s in some] == [(1, 1024), (64, 1024), (8, 8192)]
     assert [s.batch for s in other_shapes(load, False, "2", None)] == [2]
     assert len(other_shapes(load, True, "2", None)) == 3
-    for text in ("two", "0", "1;2", "-1"):
+    for text in ("two", "0", "1;2", "-1", "", ","):
         with pytest.raises(bench.UsageError, match="--also-batch"):
             other_shapes(load, False, text, None)
 

@@ -318,8 +318,10 @@ def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
     assert read_tuning(file, WORKLOAD) == found
     assert read_tuning(file, WORKLOAD.model_copy(update={"batch": 1})) == found
     other = WORKLOAD.model_copy(update={"model": "another"})
-    with pytest.raises(bench.UsageError, match="with other model, engine or weights"):
+    with pytest.raises(bench.UsageError, match=r"with other model$"):
         read_tuning(file, other)
+    with pytest.raises(bench.UsageError, match=r"with other dtype$"):
+        read_tuning(file, WORKLOAD.model_copy(update={"dtype": "float16"}))
     there = found.environment.model_copy(update={"device": "another", "packages": {"vllm": "1"}})
     file.write_text(found.model_copy(update={"environment": there}).model_dump_json())
     with pytest.raises(bench.UsageError, match="with other device, libraries"):

@@ -35,6 +35,7 @@ from patcher.ab.served_records import (
     ServedResult,
     ServedSide,
     SideSetup,
+    header_of,
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import WarmUp, announce_plugin, installation, warm_up
@@ -50,6 +51,7 @@ from patcher.bench.ab.served import (
     traces,
 )
 from patcher.bench.engines import serving
+from patcher.bench.engines.architecture import full_config
 from patcher.bench.engines.serving import client_of, clients, flags, request_line
 from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
@@ -222,15 +224,29 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
     for other, said in (
         ({"fingerprint": "another"}, "another device, driver or version"),
         ({"sides": there.header.sides[::-1]}, "another pair of sides"),
+        ({"workload": WORKLOAD.model_copy(update={"dtype": "float16"})}, "another dtype"),
+        ({"config": "of another"}, "another config.json"),
     ):
         header = there.header.model_copy(update=other)
         foreign = there.model_copy(update={"header": header})
         with pytest.raises(UsageError, match=said):
             compare_served(replace(job, earlier=(foreign,)), (SLOW, FAST), here, silent)
+    before = there.model_copy(update={"header": there.header.model_copy(update={"config": ""})})
+    compare_served(replace(job, earlier=(before,)), (SLOW, FAST), tmp_path / "before", silent)
     nameless = [one.model_copy(update={"machine": ""}) for one in there.processes]
     older = there.model_copy(update={"processes": tuple(nameless)})
     with pytest.raises(UsageError, match="which machine"):
         compare_served(replace(job, earlier=(older,)), (SLOW, FAST), here, silent)
+
+
+def test_a_folder_that_holds_another_model_is_another_comparison(tmp_path: Path) -> None:
+    job = replace(JOB, workload=JOB.workload.model_copy(update={"model": str(tmp_path)}))
+    names = []
+    for layers in (1, 2, 1):
+        config = full_config("gpt-oss-tiny") | {"num_hidden_layers": layers, "layer_types": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        names.append(header_of(job, (SLOW, FAST))[0].folder_name)
+    assert names[0] == names[2] != names[1]
 
 
 def test_at_a_rate_of_requests_a_user_gains_and_the_mean_is_of_concurrencies(
@@ -282,6 +298,38 @@ def test_a_server_that_dies_says_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(PatcherError, match="unrecognized arguments: --no-such-option"):
         compare_served(JOB, (broken, FAST), tmp_path, silent)
     assert not list(tmp_path.glob("served-*/pair-*.json"))
+
+
+FAILING_CLIENT = """
+import http.client, json, sys
+port, requests, _, result = sys.argv[1:]
+try:
+    for _ in range(100):
+        connection = http.client.HTTPConnection("127.0.0.1", int(port))
+        connection.request("POST", "/v1/completions", '{"max_tokens": 1}')
+        connection.getresponse().read()
+except (OSError, http.client.HTTPException):
+    pass  # it died
+none = [0] * len(open(requests).readlines())
+found = {"duration": 1, "input_lens": none, "output_lens": none, "ttfts": none}
+found |= {"itls": [[] for _ in none], "errors": ["Internal Server Error" for _ in none]}
+open(result, "w").write(json.dumps(found))
+"""
+
+
+def test_requests_that_fail_are_told_with_what_the_server_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "DYING_S", 1)
+    (tmp_path / "failing_client.py").write_text(FAILING_CLIENT)
+    bench = ("failing_client", *CLIENT.bench[1:])
+    job = replace(JOB, serving=CLIENT.model_copy(update={"bench": bench}))
+    dying = SideSetup("dying", {"die_after": 31})  # after the warm-up
+    with pytest.raises(PatcherError, match=r"baseline server ended \(exit code 3\): out of luck"):
+        compare_served(job, (dying, FAST), tmp_path, silent)
+    with pytest.raises(PatcherError, match=r"12 of 12 requests failed .* Internal") as alive:
+        compare_served(job, (SLOW, FAST), tmp_path, silent)
+    assert "its output is in" in alive.value.hint
 
 
 def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Path) -> None:
@@ -575,7 +623,9 @@ def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
         ("--quick", "measured alone"),
         ("--profile x", "not profiled"),
         ("--concurrency 0", "--concurrency '0'"),
+        ("--concurrency ,", "--concurrency ','"),
         ("--trace no", "unknown trace 'no'"),
+        ("--trace=", "unknown trace ''"),
         ("--rate 0", "--rate 0 is no list of requests a second"),
         ("--rate 2,x", "--rate 2,x is no list of requests a second"),
         ("--rate 2,2", "a point is there twice"),

@@ -86,6 +86,17 @@ def test_a_hint_names_only_what_was_given(tmp_path: Path) -> None:
     assert "--tuned" not in found.exception.hint
 
 
+@pytest.mark.parametrize("command", ["compare", "tune"])
+@pytest.mark.parametrize("option", ["--trace", "--concurrency", "--rate", "--port", "--with"])
+def test_what_is_of_a_client_needs_one(command: str, option: str) -> None:
+    patch = ("--patch", "p") if command == "compare" else ()
+    words = ["throughput", command, "gpt-oss-tiny", "--engine", "vllm", *patch, option, "1"]
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, UsageError)
+    assert f"{option} " in found.exception.message.replace(",", "")
+    assert "--client" in found.exception.hint
+
+
 def test_every_option_of_before_is_known_to_its_command() -> None:
     shared = {"--engine", "--device", "--batch", "--input-len", "--output-len", "--weights"}
     shared |= {"--preset", "--threads", "--lock-mhz", "--engine-arg", "--out", "--json"}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from report_page import Page
 from report_sample import comparison, decision, profile, sample, together, windows
 
-from patcher.bench import Evaluation, Outcome, UsageError
+from patcher.bench import Evaluation, Outcome, UsageError, Workload
 from patcher.report import Report, render_html, render_json, render_markdown, views, wording, write
+from patcher.report.gather import gather
 from patcher.report.receipts import receipt_totals
+from patcher.runs.run import Run
 
 ABSENT = {
     "commands": (),
@@ -194,3 +197,16 @@ def test_pairs_need_both_sides() -> None:
     row = views.pair_rows(some, "ab")[0]
     assert row.gain_pct == pytest.approx((row.patched / row.baseline - 1) * 100)
     assert comparison(1.0, 0.2, 3).gain_low_pct == pytest.approx(0.8)
+
+
+def test_the_command_of_a_run_has_what_was_asked_for(tmp_path: Path) -> None:
+    load = Workload(
+        model="a model", engine="vllm", device="cuda", dtype="float16", batch=8, input_len=128,
+        output_len=64,
+    )  # fmt: skip
+    with Run.create(tmp_path, command="run", model="a model", workload=load) as run:
+        [began, _] = gather(run).commands
+    words = shlex.split(began)
+    assert words[:3] == ["patcher", "run", "a model"]
+    assert words[words.index("--engine") + 1] == "vllm"
+    assert words[words.index("--dtype") + 1] == "float16"
