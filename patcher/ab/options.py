@@ -83,7 +83,7 @@ def job_of(
         )
     if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
         raise UsageError(
-            f"{plan.process_pairs} process pairs cannot show the difference between processes",
+            f"--processes {plan.process_pairs}: too few to show how processes differ",
             f"use --processes {MIN_PROCESS_PAIRS} or more",
         )
     given = {"--tune-baseline": tune, "--tuned": tuned, "--engine-arg": engine_args}

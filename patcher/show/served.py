@@ -30,7 +30,8 @@ def served_lines(result: ServedResult) -> list[Any]:
         table.add_row(*row)
     lines: list[Any] = [table]
     for role, side in zip(("baseline", "patched"), header.sides, strict=True):
-        patches = f", {len(side.patches)} patches" if side.patches else ""
+        count = len(side.patches)
+        patches = f", {count} patch{'' if count == 1 else 'es'}" if count else ""
         lines.append(Text(f"{role}: {header.workload.engine} {side.version} {side.name}{patches}"))
     if header.offline:
         lines.append(Text(f"{header.client} has {NO_TIMES}"))
@@ -39,7 +40,8 @@ def served_lines(result: ServedResult) -> list[Any]:
         if found.noise_pct is None
         else f", a pair at a point scatters by {found.noise_pct:.2f} %"
     )
-    lines.append(Text(f"{found.process_pairs} process pairs{noise}; clocks {result.clocks}"))
+    pairs = f"{found.process_pairs} process pair{'' if found.process_pairs == 1 else 's'}"
+    lines.append(Text(f"{pairs}{noise}; clocks {result.clocks}"))
     lines.append(Text(f"verdict: {found.verdict}", style=f"bold {VERDICTS[found.verdict]}"))
     lines += [Text(f"  - {reason}") for reason in found.reasons]
     return lines

@@ -78,9 +78,9 @@ def test_windows_alone_take_turns_with_those_beside_others() -> None:
 
     holds = "import time; print('held', flush=True); time.sleep(99)"
     rows = beside(measure, holds, rounds=2)
-    alone, busy = ("T",), ("R",)
+    alone, busy = ("stopped",), ("awake",)
     assert seen[1:5] == [alone, busy] * 2
-    assert seen[5:9] == [("S", "T"), ("R", "S")] * 2
+    assert seen[5:9] == [("awake", "stopped"), ("awake", "awake")] * 2
     assert seen[9:] == [alone, busy] * 2
     lines = told_beside(rows)
     assert [line.split("  ")[0] for line in lines] == list(dict.fromkeys(r["beside"] for r in rows))
@@ -91,5 +91,6 @@ def test_windows_alone_take_turns_with_those_beside_others() -> None:
 
 
 def state(pid: int) -> str:
-    """Of a process: running, sleeping, stopped (T)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    """Of a process; one that has just begun to sleep may still be running."""
+    said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "stopped" if said == "T" else "awake"
