@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
+from patcher.bench.ab.logits import Serve
 from patcher.bench.ab.records import TaskScore
 from patcher.bench.engines import random_prompts
 from patcher.bench.errors import UsageError
@@ -36,9 +37,6 @@ BOOTSTRAPS = 4000
 
 Question = list[list[int]]
 """The tokens of an item with each of its choices."""
-Served = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits [batch, steps + 1, vocabulary] of an engine as it serves, from prompts [batch, length] and
-forced tokens [batch, steps + 1]; see `patcher.bench.ab.logits.served_logits`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def text_prompts(workload: Workload, seed: int) -> torch.Tensor:
     return torch.tensor(prompts)
 
 
-def answers(served: Served, asked: Sequence[Question], batch: int) -> torch.Tensor:
+def answers(served: Serve, asked: Sequence[Question], batch: int) -> torch.Tensor:
     """Log-likelihoods of each question's choices; [questions, choices] float64.
 
     Args:
@@ -201,7 +199,7 @@ def _bootstrap(differences: torch.Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _likelihoods(served: Served, choices: Question, batch: int) -> torch.Tensor:
+def _likelihoods(served: Serve, choices: Question, batch: int) -> torch.Tensor:
     """Log-likelihood of each choice, given the tokens that all choices of an item share; [choices]
     float64.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,11 @@ import torch
 from patcher.bench.ab.records import LogitError
 from patcher.bench.engines import Engine
 
+ALONE = 16
+"""Sequences, the first ones, that are also served each by itself."""
+Serve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Prompts [batch, length] and forced tokens [batch, steps + 1] to logits [batch, steps + 1,
+vocabulary]."""
 NOT_FINITE = 1e30
 """Error of logits that are not finite; finite itself, since JSON has no infinity."""
 CHUNK = 64
@@ -31,6 +36,19 @@ def served_logits(engine: Engine, prompts: torch.Tensor, forced: torch.Tensor) -
             decoding.picked[-1] = column.to(decoding.picked[-1].device)
             engine.decode(decoding, 1)
     return torch.cat(seen, dim=1)
+
+
+def alone(serve: Serve, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor | None:
+    """Logits of the first sequences, each served by itself, whose sums an engine may round
+    otherwise than in a batch; None if they are by themselves anyway.
+
+    Args:
+        serve: gives the logits of a batch, as `served_logits`.
+    """
+    rows = range(min(len(prompts), ALONE))
+    if len(prompts) == 1:
+        return None
+    return torch.cat([serve(prompts[row : row + 1], forced[row : row + 1]) for row in rows])
 
 
 @contextmanager

@@ -98,6 +98,8 @@ class Quality(Record):
     """A/A: a second run of the baseline against its first. All zero if the two are equal."""
     between: LogitError | None = None
     """The patched model against the baseline; compare it with `floor`."""
+    alone: LogitError | None = None
+    """Of the baseline with each sequence by itself, against the reference; None where they are."""
     near_tie_flips: int | None = None
     """Positions with different picks whose gap is within the allowance."""
     near_ties: int | None = None

@@ -44,7 +44,7 @@ def same_model(job: ABJob, patches: tuple[Patch, ...]) -> dict[str, Any]:
             took[f"{name}: load"] = time.monotonic() - begin
             greedy[name] = check.greedy(process)
             tokens = tokens or greedy[name]
-            served[name] = check.served(process, tokens)
+            served[name] = check.served(process, tokens, name == "stock")
             for one in process.receipts():
                 receipts[one.patch_id] = one.model_dump(mode="json")
         took[f"{name}: all"] = time.monotonic() - begin

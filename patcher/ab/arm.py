@@ -23,6 +23,7 @@ from patcher.ab.receipt_counts import merged
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
+from patcher.bench.ab.logits import alone, served_logits
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.bench.machine.memory import free_host_bytes
@@ -149,18 +150,22 @@ class ArmServer:
     def _logits(self, asked: say.Logits) -> say.Wrote:
         prompts = self._prompts(asked.seed)
         forced = torch.tensor(asked.forced)
-        values, how = _logits_of(self.engine, prompts, forced, asked.reference)
+        if asked.alone:
+            values, how = alone(self._serve, prompts, forced), "as served, one at a time"
+            assert values is not None, "a single sequence is asked for once"
+        else:
+            values, how = _logits_of(self.engine, prompts, forced, asked.reference)
         np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
         return say.Wrote(how=how)
+
+    def _serve(self, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+        return _logits_of(self.engine, prompts, forced, reference=False)[0]
 
     def _prompts(self, seed: int) -> torch.Tensor:
         return cloze.quality_prompts(self.workload, self.engine.vocab_size, seed)
 
     def _answers(self, questions: list[cloze.Question]) -> say.Answered:
-        def served(prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
-            return _logits_of(self.engine, prompts, forced, reference=False)[0]
-
-        found = cloze.answers(served, questions, self.workload.batch).tolist()
+        found = cloze.answers(self._serve, questions, self.workload.batch).tolist()
         return say.Answered(
             likelihoods=[[one if isfinite(one) else None for one in each] for each in found]
         )
@@ -187,8 +192,6 @@ def _logits_of(
     if hasattr(engine, "served_logits"):  # an engine whose model is not called as a module
         return engine.served_logits(prompts, forced), engine.how
     if not reference:
-        from patcher.bench.ab.logits import served_logits
-
         return served_logits(engine, prompts, forced), "as served"
     tokens = torch.cat([prompts, forced], dim=1)
     wide, how = engine.reference_logits(tokens, forced.shape[1] + 1)

@@ -89,6 +89,8 @@ class Logits(Record):
     """Output file: float32 [positions, vocabulary], by `numpy.save` without pickle."""
     reference: bool = False
     """Whether to use higher precision, if the engine can."""
+    alone: bool = False
+    """Whether to serve the first sequences each by itself."""
 
 
 class Answer(Record):

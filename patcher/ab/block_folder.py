@@ -101,12 +101,14 @@ class BlockFolder:
                 np.save(path, values.numpy(), allow_pickle=False)
 
     def served(self, name: str) -> Served:
-        logits, answers = self._served(name)
-        return Served(self._array(logits), self._array(answers) if answers.is_file() else None)
+        logits, *others = self._served(name)
+        return Served(
+            self._array(logits), *(self._array(one) if one.is_file() else None for one in others)
+        )
 
-    def _served(self, name: str) -> tuple[Path, Path]:
-        stem = hashlib.sha256(name.encode()).hexdigest()[:12]
-        return self.path / f"{stem}.npy", self.path / f"{stem}-answers.npy"
+    def _served(self, name: str) -> tuple[Path, Path, Path]:
+        stem = self.path / hashlib.sha256(name.encode()).hexdigest()[:12]
+        return Path(f"{stem}.npy"), Path(f"{stem}-answers.npy"), Path(f"{stem}-alone.npy")
 
     def _array(self, path: Path) -> torch.Tensor:
         try:

@@ -82,8 +82,9 @@ def job_of(
             f"give each arm separate processes: --processes {MIN_PROCESS_PAIRS}",
         )
     if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
+        pairs = f"{plan.process_pairs} process pair{'' if plan.process_pairs == 1 else 's'}"
         raise UsageError(
-            f"--processes {plan.process_pairs}: too few to show how processes differ",
+            f"{pairs} cannot show the difference between processes",
             f"use --processes {MIN_PROCESS_PAIRS} or more",
         )
     given = {"--tune-baseline": tune, "--tuned": tuned, "--engine-arg": engine_args}

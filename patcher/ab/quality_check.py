@@ -52,6 +52,9 @@ class Served(NamedTuple):
     """[positions, vocabulary]"""
     answers: torch.Tensor | None
     """Log-likelihoods of the task's choices, [items, choices]; None without a task."""
+    alone: torch.Tensor | None = None
+    """[positions, vocabulary] of the first sequences, each served by itself; of the first stock
+    process, and None for one sequence."""
 
 
 class QualityCheck:
@@ -71,7 +74,7 @@ class QualityCheck:
         return process.ask(command, say.Generated).tokens
 
     def logits(
-        self, process: ArmProcess, tokens: Tokens, reference: bool = False
+        self, process: ArmProcess, tokens: Tokens, reference: bool = False, alone: bool = False
     ) -> tuple[torch.Tensor, str]:
         """Logits [positions, vocabulary] over the leading tokens, as many as quality uses, and how
         they were computed.
@@ -81,7 +84,11 @@ class QualityCheck:
             path = Path(folder) / "logits.npy"
             wrote = process.ask(
                 say.Logits(
-                    seed=self.job.seed + 1, forced=forced, path=str(path), reference=reference
+                    seed=self.job.seed + 1,
+                    forced=forced,
+                    path=str(path),
+                    reference=reference,
+                    alone=alone,
                 ),
                 say.Wrote,
             )
@@ -98,9 +105,12 @@ class QualityCheck:
         rows = [[math.nan if one is None else one for one in each] for each in found]
         return torch.tensor(rows, dtype=torch.float64)
 
-    def served(self, process: ArmProcess, tokens: Tokens) -> Served:
-        """Logits over these tokens, then the answers."""
-        return Served(self.logits(process, tokens)[0], self.answers(process))
+    def served(self, process: ArmProcess, tokens: Tokens, stock: bool = False) -> Served:
+        """Logits over these tokens, then the answers; of a stock process also one by one."""
+        logits, answers = self.logits(process, tokens)[0], self.answers(process)
+        singly = stock and len(tokens) > 1
+        alone = self.logits(process, tokens, alone=True)[0] if singly else None
+        return Served(logits, answers, alone)
 
     def reference(self, tokens: Tokens, arguments: Mapping[str, JsonValue]) -> ReferenceLogits:
         """The reference over these tokens; it starts a further process."""
@@ -135,12 +145,13 @@ class QualityCheck:
         if arguments != common:
             if key not in self._unpatched:
                 with self.launcher.launch("unpatched", arguments, SHARE_ALONE) as process:
-                    self._unpatched[key] = self.served(process, tokens)
+                    self._unpatched[key] = self.served(process, tokens, stock=True)
             baseline = self._unpatched[key], self._unpatched[key]
             how += f", all with {words(overriding(arguments, common))}"
         served = (*baseline, patched)
         first, again, ours = (each.logits for each in served)
-        quality = compare_logits(first, again, ours, reference.logits, how)
+        alone = baseline[0].alone
+        quality = compare_logits(first, again, ours, reference.logits, how, alone)
         if isinstance(self.questions, str):
             return without_task(quality, self.questions), reference.entropy_pct
         answers = [each.answers for each in served if each.answers is not None]

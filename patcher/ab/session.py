@@ -229,7 +229,7 @@ class PatchSession:
         if number > 0 and (name not in self.sets or seen):
             return
         timed = process.receipts()
-        self.folder.write_served(name, self.check.served(process, self._before))
+        self.folder.write_served(name, self.check.served(process, self._before, name == BASELINE))
         if name in self.sets:
             self._quality[name] = called_between(timed, process.receipts())
 

@@ -74,6 +74,10 @@ def _logits_table(quality: Quality, floor: LogitError, between: LogitError) -> T
         quality.baseline_p99_kl,
         quality.baseline_max_kl,
     )
+    if quality.alone is not None:
+        one = quality.alone
+        figures = one.rmse, one.max_error, one.mean_kl, one.p99_kl, one.max_kl
+        row("baseline, each sequence alone", *figures)
     row(
         "patched",
         quality.patched_rmse,

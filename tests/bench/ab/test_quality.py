@@ -16,7 +16,7 @@ from measure_sample import TINY
 from rich.console import Console
 
 from patcher.bench import Quality, content
-from patcher.bench.ab.logits import served_logits
+from patcher.bench.ab.logits import ALONE, alone, served_logits
 from patcher.bench.ab.quality import assess, compare_logits
 from patcher.bench.ab.records import LogitError
 from patcher.bench.engines import Engine, open_engine
@@ -293,3 +293,46 @@ def test_the_position_furthest_beyond_what_is_allowed_is_told() -> None:
     assert found.near_tie_flips == 1
     assert found.worst_flip_margin == pytest.approx(float(gaps[wide]), abs=0.1)
     assert found.flip_allowance < found.worst_flip_margin
+
+
+def test_a_patch_may_err_as_the_baseline_does_with_each_sequence_alone() -> None:
+    reference = logits()
+    baseline = reference + noise(1e-3, 1)
+    rare = baseline.clone()
+    rare[3] += noise(0.5, 2)[3]  # one position that another batch rounds far otherwise
+    single = reference + noise(1e-3, 3)
+    single[3] += noise(0.7, 4)[3]
+    refused = compare_logits(baseline, baseline, rare, reference, "float64")
+    assert not refused.passed
+    found = compare_logits(baseline, baseline, rare, reference, "float64", single)
+    assert found.passed, found.reason
+    assert found.alone is not None
+    assert found.alone.max_error > 10 * found.baseline_max_error
+    assert "each sequence alone" in printed(found)
+    part = compare_logits(baseline, baseline, rare, reference, "float64", single[:5])
+    assert part.passed, part.reason
+    worse = baseline + noise(4e-3, 5)  # everywhere, which no single position excuses
+    worse[3] += noise(0.5, 6)[3] * 4
+    assert not compare_logits(baseline, baseline, worse, reference, "float64", single).passed
+
+
+def test_sequences_are_served_one_by_one(engine: Engine) -> None:
+    prompts = engine.prompts(1)
+    forced = engine.generate(prompts, 3).tokens
+    rows: list[int] = []
+
+    def serve(prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+        rows.append(len(prompts))
+        return served_logits(engine, prompts, forced)
+
+    found = alone(serve, prompts, forced)
+    assert found is not None
+    assert rows == [1] * len(prompts)
+    together = served_logits(engine, prompts, forced)
+    assert found.shape == together.shape
+    assert torch.allclose(found, together, atol=1e-3)
+    assert alone(serve, prompts[:1], forced[:1]) is None
+    many = prompts[:1].expand(ALONE + 3, -1), forced[:1].expand(ALONE + 3, -1)
+    short = alone(lambda prompts, _: prompts[:, :1, None].float(), *many)
+    assert short is not None
+    assert len(short) == ALONE
