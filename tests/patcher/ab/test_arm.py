@@ -139,10 +139,10 @@ def test_both_arms_are_asked_for_tokens_logits_and_memory(
     session.keep(Block(number=0, swapped={}, windows={}, steps={}, peak={}, loaded=2))
     session._begin_block()
     for arm, process in arms.items():
+        assert len(process.in_steps(3)) == WORKLOAD.output_len - 1
         session.ask(1, arm, process)
         memory = process.memory()
         assert memory.free > memory.held == memory.peak > 1 << 20
-        assert len(process.in_steps(3)) == WORKLOAD.output_len - 1
     swapped = {PATCHED: False}
     session.keep(Block(number=1, swapped=swapped, windows={}, steps={}, peak={}, loaded=2))
     assert session.reverted_identical(PATCHED)
