@@ -18,7 +18,7 @@ from patcher.integrate.changes import SourceChangedError
 from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
-from patcher.integrate.manifest import Manifest
+from patcher.integrate.manifest import Manifest, PatchGuards
 from patcher.integrate.patch import Patch
 from patcher.integrate.points import PatchPoint, find_point
 from patcher.integrate.receipts import Receipt, ReceiptWriter
@@ -104,9 +104,13 @@ def prepare(
 
 def guards_of(manifest: Manifest) -> CallGuards:
     """The guards of a bundle, as the dispatcher checks them."""
-    guards = manifest.guards
+    return call_guards(manifest.contract, manifest.guards)
+
+
+def call_guards(contract: Contract, guards: PatchGuards) -> CallGuards:
+    """The guards of a patch of an op with this contract, as the dispatcher checks them."""
     return replace(
-        contract_guards(manifest.contract, guards.device, guards.dtypes),
+        contract_guards(contract, guards.device, guards.dtypes),
         axes={axis: _bounds(guard) for axis, guard in guards.axes.items()},
         shapes=tuple((one.sizes, one.axis, _bounds(one.guard)) for one in guards.shapes),
         capabilities=tuple(

@@ -135,9 +135,9 @@ class CallGuards:
                 # what is arithmetic depends on sizes of other tensors
                 if axis.isidentifier() and sizes.setdefault(axis, size) != size:
                     return f"shapes that do not fit: {axis}"
-                bounds = self.axes.get(axis)
                 if any(axis == swept for _, swept, _ in self.shapes):
                     continue  # it depends on the shape
+                bounds = self.axes.get(axis)
                 if bounds is not None and (reason := _beyond(axis, size, bounds)):
                     return reason
             here = tensor.device.type == self.device

@@ -55,10 +55,8 @@ def items() -> list[Item]:
 
 def questions(workload: Workload) -> list[Question] | str:
     """The items as the model's tokens, or why there is no task score for this workload."""
-    if workload.weights == "random":
-        return "the weights are random, so both arms would score at chance"
     try:
-        tokenizer = tokenizer_of(workload)
+        tokenizer = _trained_tokenizer(workload)
     except (UsageError, ImportError) as error:
         return str(error)
     return [
@@ -71,19 +69,21 @@ def quality_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Ten
     """Prompts after which the arms are compared, int64 [batch, input_len]: text for trained weights
     with a tokenizer, since they are out of their depth after random tokens, else such tokens.
     """
-    if isinstance(questions(workload), str):
+    try:
+        tokenizer = _trained_tokenizer(workload)
+    except (UsageError, ImportError):  # as `questions` says, and the verdict with it
         return random_prompts(workload, vocab_size, seed)
-    return text_prompts(workload, seed)
+    return text_prompts(workload, tokenizer, seed)
 
 
-def text_prompts(workload: Workload, seed: int) -> torch.Tensor:
+def text_prompts(workload: Workload, tokenizer: Any, seed: int) -> torch.Tensor:
     """The items with their right ends, in an order of its own for each prompt; int64 [batch,
     input_len].
 
     Raises:
-        UsageError: there is no tokenizer beside the weights, or it makes no tokens.
+        UsageError: the tokenizer makes no tokens.
     """
-    tokenizer, draw = tokenizer_of(workload), random.Random(seed)
+    draw = random.Random(seed)
     texts = [f"{item.statement} {item.choices[0]}." for item in items()]
     prompts: list[list[int]] = []
     for _ in range(workload.batch):
@@ -224,6 +224,15 @@ def _likelihoods(served: Serve, choices: Question, batch: int) -> torch.Tensor:
             float(of_tokens[index, : len(row) - begin].sum()) for index, row in enumerate(rows)
         ]
     return torch.tensor(found[: len(choices)], dtype=torch.float64)
+
+
+def _trained_tokenizer(workload: Workload) -> Any:
+    if workload.weights == "random":
+        raise UsageError(
+            "the weights are random, so both arms would score at chance",
+            "use --weights local or hub for a task score",
+        )
+    return tokenizer_of(workload)
 
 
 def tokenizer_of(workload: Workload) -> Any:

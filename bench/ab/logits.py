@@ -38,16 +38,16 @@ def served_logits(engine: Engine, prompts: torch.Tensor, forced: torch.Tensor) -
     return torch.cat(seen, dim=1)
 
 
-def alone(serve: Serve, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor | None:
+def served_alone(serve: Serve, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor | None:
     """Logits of the first sequences, each served by itself, whose sums an engine may round
     otherwise than in a batch; None if they are by themselves anyway.
 
     Args:
         serve: gives the logits of a batch, as `served_logits`.
     """
-    rows = range(min(len(prompts), ALONE))
     if len(prompts) == 1:
         return None
+    rows = range(min(len(prompts), ALONE))
     return torch.cat([serve(prompts[row : row + 1], forced[row : row + 1]) for row in rows])
 
 

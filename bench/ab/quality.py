@@ -31,7 +31,14 @@ from functools import partial
 import torch
 
 from patcher.bench.ab import cloze
-from patcher.bench.ab.logits import NOT_FINITE, alone, is_finite, larger, logit_error, served_logits
+from patcher.bench.ab.logits import (
+    NOT_FINITE,
+    is_finite,
+    larger,
+    logit_error,
+    served_alone,
+    served_logits,
+)
 from patcher.bench.ab.records import LogitError, Quality, TaskScore
 from patcher.bench.ab.windows import Arms
 from patcher.bench.engines import Engine
@@ -71,12 +78,12 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
 
     # the baseline's runs come first, so that a patch cannot increase its error
     with arms["baseline"]():
-        singly = alone(partial(served_logits, engine), prompts, picked)
+        alone = served_alone(partial(served_logits, engine), prompts, picked)
     baseline, again, patched = map(served, ORDER)
     # from the logits that choose the first generated token; the last logits choose none
     wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
-    single = None if singly is None else singly.flatten(0, 1)
-    found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how, single)
+    alone = None if alone is None else alone.flatten(0, 1)
+    found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how, alone)
     asked = cloze.questions(engine.workload)
     if isinstance(asked, str):
         return without_task(found, asked)
@@ -101,7 +108,7 @@ def compare_logits(
     patched: torch.Tensor,
     reference: torch.Tensor,
     how: str,
-    single: torch.Tensor | None = None,
+    alone: torch.Tensor | None = None,
 ) -> Quality:
     """The first two tests, from logits [positions, vocabulary] over the same tokens.
 
@@ -109,19 +116,19 @@ def compare_logits(
         again: logits of a second run of the baseline.
         reference: logits in higher precision.
         how: how the reference was computed, in words.
-        single: the baseline's, with each sequence by itself, at the first of these positions.
+        alone: the baseline's, with each sequence by itself, at the first of these positions.
     """
     ours, own = logit_error(patched, reference), logit_error(baseline, reference)
     floor, between = logit_error(again, baseline), logit_error(patched, baseline)
     theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))
-    apart = None if single is None else logit_error(single, reference[: len(single)])
-    theirs = theirs if apart is None else larger(theirs, apart)
-    allowed = _allowances(baseline, again, patched, reference, single)
+    one_by_one = None if alone is None else logit_error(alone, reference[: len(alone)])
+    theirs = theirs if one_by_one is None else larger(theirs, one_by_one)
+    allowed = _allowances(baseline, again, patched, reference, alone)
     changed, gaps = _changes(baseline, patched)
     over = gaps - allowed[changed]
-    least = int(over.argmax()) if len(gaps) else None
-    worst = None if least is None else float(gaps[least])
-    allowance = float(allowed.median() if least is None else allowed[changed][least])
+    furthest = int(over.argmax()) if len(gaps) else None
+    worst = None if furthest is None else float(gaps[furthest])
+    allowance = float(allowed.median() if furthest is None else allowed[changed][furthest])
     pick = ("gap at a changed pick", worst or 0.0, allowance)
     broken = [
         f"{name} {got:.3g} over {limit:.3g}"
@@ -161,7 +168,7 @@ def compare_logits(
         patched_max_kl=ours.max_kl,
         floor=floor,
         between=between,
-        alone=apart,
+        alone=one_by_one,
         near_tie_flips=int((over <= 0).sum()),
         near_ties=int((lead(baseline) <= allowed).sum()),
         passed=not broken,
@@ -180,14 +187,14 @@ def _allowances(
     again: torch.Tensor,
     patched: torch.Tensor,
     reference: torch.Tensor,
-    single: torch.Tensor | None,
+    alone: torch.Tensor | None,
 ) -> torch.Tensor:
     """By how much the pick may lead where another one is made; float64 [positions]."""
     rounding = 2 * ROUNDING * _largest(reference)
     own = torch.maximum(_gap_errors(baseline, reference), _gap_errors(again, reference))
-    if single is not None:
-        part = slice(len(single))
-        own[part] = torch.maximum(own[part], _gap_errors(single, reference[part]))
+    if alone is not None:
+        part = slice(len(alone))
+        own[part] = torch.maximum(own[part], _gap_errors(alone, reference[part]))
     own = LOCAL_FACTOR * own + rounding
     return own + torch.minimum(_gap_errors(patched, reference), MAX_FACTOR * own)
 

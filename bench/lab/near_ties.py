@@ -114,7 +114,8 @@ def main() -> None:
             threads=asked.threads,
         )
         engine = open_engine(workload)
-        kinds = {"text": cloze.text_prompts(workload, 1), "random tokens": engine.prompts(1)}
+        text = cloze.text_prompts(workload, cloze.tokenizer_of(workload), 1)
+        kinds = {"text": text, "random tokens": engine.prompts(1)}
         for said, prompts in list(kinds.items())[: 1 if asked.text_only else 2]:
             rows.append(dataclasses.asdict(near_ties(engine, prompts, said, asked.steps)))
             print(json.dumps(rows[-1]), flush=True)

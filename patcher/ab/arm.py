@@ -23,7 +23,7 @@ from patcher.ab.receipt_counts import merged
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
-from patcher.bench.ab.logits import alone, served_logits
+from patcher.bench.ab.logits import served_alone, served_logits
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.bench.machine.memory import free_host_bytes
@@ -151,7 +151,7 @@ class ArmServer:
         prompts = self._prompts(asked.seed)
         forced = torch.tensor(asked.forced)
         if asked.alone:
-            values, how = alone(self._serve, prompts, forced), "as served, one at a time"
+            values, how = served_alone(self._serve, prompts, forced), "as served, one at a time"
             assert values is not None, "a single sequence is asked for once"
         else:
             values, how = _logits_of(self.engine, prompts, forced, asked.reference)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from patcher import bench
-from patcher.bench import AxisGuard, Evaluation, content
-from patcher.integrate.activation import contract_guards
+from patcher.bench import Evaluation, content
+from patcher.integrate.activation import call_guards
 from patcher.integrate.guards import AxisBounds, CallGuards
+from patcher.integrate.manifest import PatchGuards
 from patcher.integrate.narrow import judged_shapes, worth_calling
 
 CONTRACT = bench.load_op("linear").contract
@@ -30,17 +31,14 @@ def evaluation(sweep: str) -> Evaluation:
 def guards(*sweeps: str) -> CallGuards:
     verdicts = [evaluation(sweep) for sweep in sweeps]
     axes = worth_calling(CONTRACT, verdicts)
-    plain = contract_guards(CONTRACT, "cpu", CONTRACT.dtype_choices())
-
-    def bounds(guard: AxisGuard) -> AxisBounds:
-        return AxisBounds(guard.minimum, guard.maximum, guard.multiple_of)
-
-    return replace(
-        plain,
-        axes={axis: bounds(guard) for axis, guard in axes.items()},
-        shapes=tuple(
-            (one.sizes, one.axis, bounds(one.guard))
-            for one in judged_shapes(CONTRACT, verdicts, axes)
+    return call_guards(
+        CONTRACT,
+        PatchGuards(
+            device="cpu",
+            dtypes=tuple(CONTRACT.dtype_choices()),
+            axes=axes,
+            shapes=judged_shapes(CONTRACT, verdicts, axes),
+            graph_safe=True,
         ),
     )
 

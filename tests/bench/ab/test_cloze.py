@@ -81,12 +81,9 @@ def test_trained_weights_are_compared_after_text(engine: Engine, tmp_path: Path)
     )
 
 
-def test_a_tokenizer_that_makes_no_tokens_is_told(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cloze, "tokenizer_of", lambda _: lambda _: {"input_ids": []})
+def test_a_tokenizer_that_makes_no_tokens_is_told(engine: Engine) -> None:
     with pytest.raises(UsageError, match="makes no tokens of text"):
-        cloze.text_prompts(engine.workload, 1)
+        cloze.text_prompts(engine.workload, lambda _: {"input_ids": []}, 1)
 
 
 def test_a_damaged_model_loses_answers(engine: Engine) -> None:

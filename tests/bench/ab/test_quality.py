@@ -16,7 +16,7 @@ from measure_sample import TINY
 from rich.console import Console
 
 from patcher.bench import Quality, content
-from patcher.bench.ab.logits import ALONE, alone, served_logits
+from patcher.bench.ab.logits import ALONE, served_alone, served_logits
 from patcher.bench.ab.quality import assess, compare_logits
 from patcher.bench.ab.records import LogitError
 from patcher.bench.engines import Engine, open_engine
@@ -240,17 +240,27 @@ def test_the_reference_puts_back_a_forward_of_the_instances_own(engine: Engine) 
     assert "forward" not in norm.__dict__
 
 
+def leading_by(values: torch.Tensor, lead: float) -> int:
+    """The position whose best logit leads the next by nearest to this."""
+    best, second = values.topk(2, dim=-1).values.unbind(-1)
+    return int((best - second - lead).abs().argmin())
+
+
+def second_wins(values: torch.Tensor, *rows: int) -> torch.Tensor:
+    """A copy in which the second best token of these positions is the best one."""
+    found = values.clone()
+    for row in rows:
+        found[row, values[row].topk(2).indices[1]] = values[row].amax() + 1e-3
+    return found
+
+
 def test_errors_that_change_no_pick_excuse_none() -> None:
     """Nor do all logits of a position that shift together, as in bfloat16 on real weights."""
     reference = logits()
     baseline = reference + noise(1e-2, 1)
     baseline[3, reference[3].argmin()] += 2
     baseline[5] += 1
-    top = reference.topk(2, dim=-1)
-    gaps = top.values[:, 0] - top.values[:, 1]
-    row = int((gaps - 0.5).abs().argmin())
-    changed = baseline.clone()
-    changed[row, top.indices[row, 1]] = baseline[row].amax() + 1e-3
+    changed = second_wins(baseline, leading_by(reference, 0.5))
     found = compare_logits(baseline, baseline, changed, reference, "float64")
     assert found.worst_flip_margin is not None
     assert found.flip_allowance < 0.4 < found.worst_flip_margin < 4 * found.baseline_max_error
@@ -264,13 +274,10 @@ def test_one_position_that_errs_much_excuses_no_other() -> None:
     """As a bfloat16 model of real weights does after random tokens."""
     reference = logits()
     baseline = reference + noise(1e-2, 1)
-    top = reference.topk(2, dim=-1)
-    gaps = top.values[:, 0] - top.values[:, 1]
-    row = int((gaps - 0.5).abs().argmin())
+    row = leading_by(reference, 0.5)
     odd = (row + 1) % len(baseline)
     baseline[odd] += noise(1.0, 2)[odd]
-    changed = baseline.clone()
-    changed[row, top.indices[row, 1]] = baseline[row].amax() + 1e-3
+    changed = second_wins(baseline, row)
     found = compare_logits(baseline, baseline, changed, reference, "float64")
     assert not found.passed
     assert "gap at a changed pick" in found.reason
@@ -285,10 +292,7 @@ def test_the_position_furthest_beyond_what_is_allowed_is_told() -> None:
     gaps = top.values[:, 0] - top.values[:, 1]
     wide, odd = gaps.topk(2).indices.tolist()
     baseline[odd] += noise(2.0, 2)[odd]  # a wider gap changes there, and its errors explain it
-    picks = baseline.topk(2, dim=-1).indices
-    changed = baseline.clone()
-    for row in (wide, odd):
-        changed[row, picks[row, 1]] = baseline[row].amax() + 1e-3
+    changed = second_wins(baseline, wide, odd)
     found = compare_logits(baseline, baseline, changed, reference, "float64")
     assert found.near_tie_flips == 1
     assert found.worst_flip_margin == pytest.approx(float(gaps[wide]), abs=0.1)
@@ -325,14 +329,14 @@ def test_sequences_are_served_one_by_one(engine: Engine) -> None:
         rows.append(len(prompts))
         return served_logits(engine, prompts, forced)
 
-    found = alone(serve, prompts, forced)
+    found = served_alone(serve, prompts, forced)
     assert found is not None
     assert rows == [1] * len(prompts)
     together = served_logits(engine, prompts, forced)
     assert found.shape == together.shape
     assert torch.allclose(found, together, atol=1e-3)
-    assert alone(serve, prompts[:1], forced[:1]) is None
+    assert served_alone(serve, prompts[:1], forced[:1]) is None
     many = prompts[:1].expand(ALONE + 3, -1), forced[:1].expand(ALONE + 3, -1)
-    short = alone(lambda prompts, _: prompts[:, :1, None].float(), *many)
+    short = served_alone(lambda prompts, _: prompts[:, :1, None].float(), *many)
     assert short is not None
     assert len(short) == ALONE
