@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,10 @@ def serve_by_doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "RECEIPTS_S", 0)  # the double writes them before it answers
     monkeypatch.setattr(bench_client, "POLL_S", 0.02)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(SUPPORT), str(tmp_path))))
+
+
+def needs_the_real(client: ServingClient) -> None:
+    """Skip a test where the client's package and the doubles of its engine are not there."""
+    installed = {each.name for each in importlib.metadata.distributions()}
+    if client.package not in installed or f"{client.engine}_doubles" not in sys.modules:
+        pytest.skip(f"needs the unpacked wheel of {client.engine} and its doubles")

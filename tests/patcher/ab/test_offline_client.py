@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from served_sample import needs_the_real
 from vllm_llm_double import TOKEN_S
 
 from patcher.ab import offline, served
@@ -35,9 +35,7 @@ def test_the_real_benchmark_takes_our_arguments_and_its_result_is_read(
 ) -> None:
     """Its parser, its prompts, its warm-up and its file; not how fast it was."""
     own = clients()[name]
-    installed = {each.name for each in importlib.metadata.distributions()}
-    if own.package not in installed or f"{own.engine}_doubles" not in sys.modules:
-        pytest.skip(f"needs the unpacked wheel of {own.engine} and its doubles")
+    needs_the_real(own)
     doubles, model, seen = tmp_path / "doubles", tmp_path / "model", tmp_path / "seen"
     doubles.mkdir()
     model.mkdir()

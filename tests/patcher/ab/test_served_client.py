@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served_sample import needs_the_real
 
 from patcher.ab import served
 from patcher.ab.served import compare_served
@@ -45,9 +46,7 @@ def test_a_client_measures_what_the_server_does(
 ) -> None:
     """What it sends, and that our figures of its times are its own; not how fast it was."""
     own = clients()[name]
-    installed = {each.name for each in importlib.metadata.distributions()}
-    if own.package not in installed or f"{own.engine}_doubles" not in sys.modules:
-        pytest.skip(f"needs the unpacked wheel of {own.engine} and its doubles")
+    needs_the_real(own)
     doubles = tmp_path / "doubles"
     doubles.mkdir()
     (doubles / "sitecustomize.py").write_text(f"import {own.engine}_doubles\n")
