@@ -18,7 +18,8 @@ RULE_VERSION = 7
 over a quarter of the windows is judged in that state. 5: arms with different flags are inconclusive
 unless a trial shows that the patched arm's flags alone are no faster. 6: a changed greedy pick is
 explained by errors of gaps between leading logits, not of single logits. 7: and by those at its own
-position; the baseline's errors are also those of its sequences served one by one."""
+position; errors of the baseline, but for the root mean square, are also those of its sequences one
+by one."""
 
 
 class Decision(Record):

@@ -303,7 +303,7 @@ def test_a_patch_may_err_as_the_baseline_does_with_each_sequence_alone() -> None
     reference = logits()
     baseline = reference + noise(1e-3, 1)
     rare = baseline.clone()
-    rare[3] += noise(0.5, 2)[3]  # one position that another batch rounds far otherwise
+    rare[3] += noise(0.01, 2)[3]  # one position that another batch rounds far otherwise
     single = reference + noise(1e-3, 3)
     single[3] += noise(0.7, 4)[3]
     refused = compare_logits(baseline, baseline, rare, reference, "float64")
@@ -318,6 +318,20 @@ def test_a_patch_may_err_as_the_baseline_does_with_each_sequence_alone() -> None
     worse = baseline + noise(4e-3, 5)  # everywhere, which no single position excuses
     worse[3] += noise(0.5, 6)[3] * 4
     assert not compare_logits(baseline, baseline, worse, reference, "float64", single).passed
+
+
+def test_what_is_served_alone_loosens_neither_the_mean_nor_by_being_infinite() -> None:
+    reference = logits()
+    baseline = reference + noise(1e-3, 1)
+    single = reference + noise(1e-2, 2)  # all of it errs ten times as much
+    patched = reference + noise(2e-3, 3)
+    found = compare_logits(baseline, baseline, patched, reference, "float64", single)
+    assert not found.passed
+    assert found.reason.startswith("rmse")
+    single[0, 0] = math.inf
+    lost = compare_logits(baseline, baseline, baseline, reference, "float64", single)
+    assert not lost.passed
+    assert "the baseline's logits are not finite" in lost.reason
 
 
 def test_sequences_are_served_one_by_one(engine: Engine) -> None:
