@@ -133,10 +133,15 @@ def half_width(ratios: Sequence[float], confidence_pct: float = 95.0) -> float:
     """
     if len(ratios) < 2:
         return math.inf
+    quantile = student_t(len(ratios) - 1, confidence_pct)
+    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
+
+
+def student_t(degrees: int, confidence_pct: float) -> float:
+    """The quantile of Student's t that a two-sided interval of this confidence uses."""
     from scipy.special import stdtrit
 
-    quantile = float(stdtrit(len(ratios) - 1, 0.5 + confidence_pct / 200))
-    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return float(stdtrit(degrees, 0.5 + confidence_pct / 200))
 
 
 def pairs_needed(

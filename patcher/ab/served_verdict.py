@@ -2,10 +2,9 @@
 
 A pair of processes gives a log-ratio of output tokens per second at each point, at a rate of
 requests one of the tokens per second that a user sees. Its mean over the concurrencies is one
-sample; Student's t over pairs gives the gain's interval. A point's interval uses the spread of all
-points around their own means, pooled over points and pairs, since few pairs tell little of one
-point. Points of a pair share its processes, so that the pooled spread is an approximation; it finds
-a loss sooner than the few pairs of the point alone would.
+sample; Student's t over pairs gives the gain's interval. A point's interval is of its own pairs in
+the same way, since points scatter differently: on an H200, pairs by 1 % with 8 users and by 16 %
+with 64. Two pairs tell too little of one point, so that the spread is pooled over points then.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from patcher.ab.served_records import (
 )
 from patcher.bench.ab.served import ServedRun
 from patcher.bench.stats.comparison import Arm, Verdict
-from patcher.bench.stats.intervals import half_width
+from patcher.bench.stats.intervals import MIN_PROCESS_PAIRS, half_width, student_t
 from patcher.integrate import Receipt
 
 LEAST_PAIRS = 2
@@ -51,7 +50,9 @@ def judge_served(
     centres = [statistics.fmean(column) for column in zip(*ratios, strict=True)]
     half = half_width(means, CONFIDENCE_PCT)
     noise = _pooled_sd(ratios, centres)
-    at_point = _point_half_width(noise, pairs, len(centres))
+    halves = [
+        _point_half_width(column, noise, len(centres)) for column in zip(*ratios, strict=True)
+    ]
     gain = statistics.fmean(means)
     points = tuple(
         PointGain(
@@ -61,7 +62,9 @@ def judge_served(
             gain_low_pct=percent(centre - at_point),
             gain_high_pct=percent(centre + at_point),
         )
-        for index, (point, centre) in enumerate(zip(header.points, centres, strict=True))
+        for index, (point, centre, at_point) in enumerate(
+            zip(header.points, centres, halves, strict=True)
+        )
     )
     low, high = percent(gain - half), percent(gain + half)
     verdict, reasons = _verdict(header, processes, points, low, high, margin_pct, flags_no_faster)
@@ -181,13 +184,11 @@ def _pooled_sd(ratios: Sequence[Sequence[float]], centres: Sequence[float]) -> f
     return math.sqrt(sum(squares) / ((len(ratios) - 1) * len(centres)))
 
 
-def _point_half_width(noise: float | None, pairs: int, points: int) -> float:
-    if noise is None:
-        return math.inf
-    from scipy.special import stdtrit
-
-    quantile = float(stdtrit((pairs - 1) * points, 0.5 + CONFIDENCE_PCT / 200))
-    return quantile * noise / math.sqrt(pairs)
+def _point_half_width(own: Sequence[float], noise: float | None, points: int) -> float:
+    """Of the mean of a point's log-ratios: by their own spread, or the pooled one of few pairs."""
+    if len(own) >= MIN_PROCESS_PAIRS or noise is None:
+        return half_width(own, CONFIDENCE_PCT)
+    return student_t((len(own) - 1) * points, CONFIDENCE_PCT) * noise / math.sqrt(len(own))
 
 
 def _figures(processes: Sequence[ServedProcess], arm: Arm, index: int) -> ServedFigures:

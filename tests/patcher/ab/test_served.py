@@ -372,7 +372,7 @@ def run_at(point: ServedPoint, rate: float, stalled: bool = False) -> ServedRun:
 def judged(
     gains_pct: Sequence[float],
     pairs: int = 3,
-    noise_pct: float = 0.5,
+    noise_pct: float | Sequence[float] = 0.5,
     stalled: bool = False,
     arguments: Mapping[str, Any] | None = None,
     flags_no_faster: bool = True,
@@ -381,7 +381,9 @@ def judged(
     patches: Mapping[str, str] | None = None,
     seed: int = 1,
 ) -> Any:
-    """The verdict on planted gains by point, with normal noise of each process at each point."""
+    """The verdict on planted gains by point, with normal noise of each process at each point, of
+    one size or of one for each point."""
+    noises = [noise_pct] * len(gains_pct) if isinstance(noise_pct, float | int) else noise_pct
     points = tuple(ServedPoint(trace="fixed", concurrency=2**k) for k in range(len(gains_pct)))
     rng, processes = random.Random(seed), []
     where = {"baseline": False, "patched": True} if ran is None else ran
@@ -390,11 +392,11 @@ def judged(
             run_at(
                 point,
                 100
-                * math.exp(rng.gauss(0, noise_pct / 100))
+                * math.exp(rng.gauss(0, noise / 100))
                 * (1 + (gain / 100 if arm == "patched" else 0)),
                 stalled and pair == 0,
             )
-            for point, gain in zip(points, gains_pct, strict=True)
+            for point, gain, noise in zip(points, gains_pct, noises, strict=True)
         )
         calls = {"kernel": 5} if where[arm] else {}
         own = [Receipt(patch_id=ID, digest=DIGEST, pid=1, calls=calls)]
@@ -490,6 +492,22 @@ def test_intervals_cover_what_was_planted_and_the_noise_is_found() -> None:
     assert (single.noise_pct, single.points[0].loses) == (None, False)
     json.loads(single.model_dump_json())  # its interval is finite
     assert single.points[0].said.endswith("%, no interval")
+
+
+def test_a_quiet_point_is_not_judged_by_the_scatter_of_a_noisy_one() -> None:
+    found = judged((40, 40), pairs=4, noise_pct=(0.5, 8.0))
+    quiet, noisy = (one.gain_high_pct - one.gain_low_pct for one in found.points)
+    assert quiet < 6 < 12 < noisy
+    for noise in ((0.5, 8.0), (8.0, 0.5)):
+        every = [judged((0, 0), pairs=4, noise_pct=noise, seed=seed) for seed in range(200)]
+        for at in (0, 1):
+            covered = sum(
+                one.points[at].gain_low_pct < 0 < one.points[at].gain_high_pct for one in every
+            )
+            assert 184 <= covered <= 196
+    two = judged((40, 40), pairs=2, noise_pct=(0.5, 8.0)).points
+    widths = [math.log1p(one.gain_high_pct / 100) - math.log1p(one.gain_pct / 100) for one in two]
+    assert widths[0] == pytest.approx(widths[1])  # one spread for both
 
 
 def test_warm_up_goes_on_until_nothing_is_faster() -> None:
