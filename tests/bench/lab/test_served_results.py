@@ -1,0 +1,101 @@
+"""vLLM 0.33.0 on both cards as it is served: verdicts again from their processes, and pages."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from patcher.ab.served_records import ServedResult
+from patcher.ab.served_verdict import judge_served
+from patcher.bench import content
+from patcher.bench.ab.served import arm_orders
+
+RESULTS = Path(__file__).parents[3] / "bench/results"
+FOLDERS = {name: RESULTS / f"{name}-vllm-0.33" for name in ("h100", "h200")}
+KEPT = {
+    name: ServedResult.model_validate_json(content(folder / "served.json.xz"))
+    for name, folder in FOLDERS.items()
+}
+PAGE = (FOLDERS["h200"] / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("card", FOLDERS)
+def test_its_processes_give_what_it_says_again(card: str) -> None:
+    kept = KEPT[card]
+    stated = kept.comparison
+    assert judge_served(kept.header, kept.processes, stated.margin_pct) == stated
+    assert (stated.verdict, stated.process_pairs) == ("accept", 4)
+
+
+@pytest.mark.parametrize("card", FOLDERS)
+def test_arms_took_turns_and_a_pair_has_one_machine(card: str) -> None:
+    processes = KEPT[card].processes
+    assert sorted((one.pair, one.arm) for one in processes) == sorted(arm_orders(4))
+    for pair in range(4):
+        assert len({one.machine for one in processes if one.pair == pair}) == 1
+
+
+@pytest.mark.parametrize("card", FOLDERS)
+def test_pages_have_its_figures(card: str) -> None:
+    page = (FOLDERS[card] / "README.md").read_text(encoding="utf-8")
+    front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    [row] = [line for line in front.splitlines() if line.startswith(f"| [{card.upper()}]")]
+    for gain in (KEPT[card].comparison, *KEPT[card].comparison.points):
+        told = f"{gain.gain_pct:+.1f} %"
+        if gain.gain_low_pct > 0:
+            told = f"**{told}**"
+        told = f"| {told} [{gain.gain_low_pct:+.1f}, {gain.gain_high_pct:+.1f}] |"
+        assert told in page
+        assert told in row
+
+
+def test_the_page_has_both_rates_of_each_pair() -> None:
+    rates: dict[int, dict[str, list[float]]] = {}
+    for one in KEPT["h200"].processes:
+        rates.setdefault(one.pair, {})[one.arm] = [run.output_tokens_per_s for run in one.runs]
+    for index in range(4):
+        cells = [
+            f"{arms['baseline'][index]:,.1f}, {arms['patched'][index]:,.1f}"
+            for _, arms in sorted(rates.items())
+        ]
+        assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def test_windows_beside_others_are_as_the_page_says() -> None:
+    rows = json.loads(content(FOLDERS["h200"] / "beside.json.xz"))
+    for at, what in ((0, "12 alone, half"), (12, "12 beside a CUDA"), (24, "12 alone again")):
+        steps = [row["step_ms"] for row in rows[at : at + 12]]
+        switches = [row["voluntary"] for row in rows[at : at + 12]]
+        assert re.search(
+            rf"\| {what}[^|]*\| {min(steps):.3f} to {max(steps):.3f} "
+            rf"\| {min(switches):,} to {max(switches):,} \|",
+            PAGE,
+        )
+
+
+def test_ledgers_are_as_the_page_says() -> None:
+    kept = json.loads(content(FOLDERS["h200"] / "ledger-qwen3-30b-a3b-fp8.json.xz"))
+    ledgers = [one["profile"]["ledger"] for one in kept["profiles"]]
+    whole = " | ".join(
+        f"**{x['step_ns'] / 1e3:,.0f}** | **{x['floor_ns'] / 1e3:,.0f}**" for x in ledgers
+    )
+    shares = [f"{each['sol_pct']:.0f}" for each in ledgers]
+    assert f"| **step**, at {shares[0]}, {shares[1]} and {shares[2]} % of light | {whole} |" in PAGE
+    for role in ledgers[0]["roles"]:
+        if role["role"] in ("idle", "copies"):
+            continue
+        cells = []
+        for ledger in ledgers:
+            [own] = [each for each in ledger["roles"] if each["role"] == role["role"]]
+            cells += [own["measured_ns"], own["floor_ns"]]
+        said = " | ".join(f"{cell / 1e3:,.0f}" for cell in cells)
+        assert f"| {role['title']} | {said} |" in PAGE
+    dense = json.loads(content(FOLDERS["h200"] / "ledger-qwen3-8b.64.json.xz"))["ledger"]
+    assert (
+        f"{dense['step_ns'] / 1e3:,.0f} us a step of a floor of {dense['floor_ns'] / 1e3:,.0f}"
+        in PAGE
+    )
+    assert f"**{dense['sol_pct']:.0f} % of light**" in PAGE
