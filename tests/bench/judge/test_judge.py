@@ -20,6 +20,7 @@ from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS
+from patcher.bench.ops.contract import Point
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -361,3 +362,37 @@ def test_every_evaluation_of_the_results_is_still_read() -> None:
     for file in files:
         found = Evaluation.model_validate_json(lzma.decompress(file.read_bytes()))
         assert found.baseline is None or found.baselines[found.baseline].time_us is not None
+
+
+def test_a_sum_in_a_row_is_right_where_large_terms_cancel() -> None:
+    """Few elements of short sums; PyTorch's own sum errs by less, lower precisions by far more."""
+    op = bench.load_op("linear")
+    axes = {"tokens": 2, "inner": 24, "outer": 8, "biased": 0}
+    point = Point(axes=axes, dtypes={"T": "float32"})
+    wrong = {"coarse": 0, "in a row": 0}
+    for seed in range(100):
+        values = op.inputs.make(point, torch.Generator().manual_seed(seed), "cancellation")
+        x, weight = values["x"], values["weight"]
+        exact = x.double() @ weight.double().T
+        row = torch.zeros(2, 8)
+        for k in range(24):
+            row = row + x[:, k : k + 1] * weight[:, k]
+        coarse = (x.bfloat16().float() * 1.0) @ weight.T
+        for name, value in (("in a row", row), ("coarse", coarse)):
+            wrong[name] += explain_mismatch(value, x @ weight.T, exact, 24) is not None
+    assert wrong == {"coarse": 100, "in a row": 0}
+
+
+def test_sums_in_tf32_are_held_to_the_error_of_sums_in_tf32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 256, generator=generator) for n in (8, 64))
+    exact = x.double() @ weight.double().T
+
+    def cut(bits: int) -> torch.Tensor:
+        """The product with so many bits of each operand's fraction."""
+        left, right = ((t.view(torch.int32) >> (23 - bits) << (23 - bits)) for t in (x, weight))
+        return left.view(torch.float32) @ right.view(torch.float32).T
+
+    tf32 = cut(10)
+    assert explain_mismatch(tf32, tf32, exact, 256) is None
+    assert explain_mismatch(cut(8), tf32, exact, 256) is not None
