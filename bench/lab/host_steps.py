@@ -8,8 +8,9 @@ a profile wait for the host. OUT/host_steps.json has a row a window; a second ca
 first ended.
 
 `--beside` asks instead why an engine alone is slower than one beside an idle process, at batch 8:
-in one engine, windows alone take turns with windows beside a process that keeps a CPU busy, that
-only holds a CUDA context, and beside both. Ratios to the windows alone are told, with their range.
+in one engine, windows alone take turns with windows beside a process that keeps a CPU busy; later
+the same, for what time alone changes; then beside one that only holds a CUDA context; and after it.
+Ratios to the first windows alone are told, with their range.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from patcher.bench import PatcherError, Workload
 from patcher.bench.engines import Decoder
 from patcher.bench.lab.logged import run_logged
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.sandbox.process_tree import CpuTime, descendants
 from patcher.integrate import Patch, await_engine, patch_environment, unpacked
 
@@ -140,7 +143,15 @@ def run_beside(out: Path) -> None:
         output_len=STEPS,
     )  # fmt: skip
     engine = VllmEngine(workload, {"max_cudagraph_capture_size": 8}, one_process=True)
-    rows = beside(lambda seed: window(engine, seed, STEPS))
+    with ClockMonitor("cuda") as clocks:
+
+        def measure(seed: int) -> HostWindow:
+            found = window(engine, seed, STEPS)
+            samples.append({"clocks": asdict(clocks.sample())})
+            return found
+
+        samples = list[dict[str, Any]]()
+        rows = [row | sample for row, sample in zip(beside(measure), samples[1:], strict=True)]
     out.write_text(json.dumps(rows) + "\n", encoding="utf-8")
     engine.close()
 
@@ -148,8 +159,8 @@ def run_beside(out: Path) -> None:
 def beside(
     measure: Callable[[int], HostWindow], holds: str = HOLDS, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """Windows alone and beside a busy CPU in turns, without and then with a process that holds a
-    CUDA context, and alone once more; the first window warms up.
+    """Windows alone and beside a busy CPU in turns: at first, later, with a process that holds a
+    CUDA context, and after it. The first window warms up.
 
     Args:
         holds: the program of that process, which says so once it does.
@@ -158,19 +169,21 @@ def beside(
     measure(next(seeds))
     with child(SPINS) as spinner:
 
-        def turns(names: tuple[str, ...]) -> None:
+        def turns(when: str) -> None:
             for _ in range(rounds):
-                for name in names:
-                    with contextlib.nullcontext() if "busy CPU" in name else stopped(spinner):
+                for busy in (False, True):
+                    with contextlib.nullcontext() if busy else stopped(spinner):
+                        name = f"{when}, a busy CPU" if busy else when
                         rows.append({"beside": name, **measure(next(seeds))._asdict()})
 
-        turns((ALONE, "a busy CPU"))
+        turns(ALONE)
+        turns(f"{ALONE}, later")
         with child(holds) as holder:
             assert holder.stdout is not None
             if holder.stdout.readline() != b"held\n":
                 raise PatcherError("the process that holds a CUDA context ended")
-            turns(("a CUDA context", "a CUDA context and a busy CPU"))
-        turns((ALONE, "a busy CPU"))
+            turns("a CUDA context")
+        turns(f"{ALONE}, after it")
     return rows
 
 

@@ -79,11 +79,12 @@ def test_windows_alone_take_turns_with_those_beside_others() -> None:
     holds = "import time; print('held', flush=True); time.sleep(99)"
     rows = beside(measure, holds, rounds=2)
     alone, busy = ("stopped",), ("awake",)
-    assert seen[1:5] == [alone, busy] * 2
-    assert seen[5:9] == [("awake", "stopped"), ("awake", "awake")] * 2
-    assert seen[9:] == [alone, busy] * 2
+    assert seen[1:9] == [alone, busy] * 4
+    assert seen[9:13] == [("awake", "stopped"), ("awake", "awake")] * 2
+    assert seen[13:] == [alone, busy] * 2
     lines = told_beside(rows)
     assert [line.split("  ")[0] for line in lines] == list(dict.fromkeys(r["beside"] for r in rows))
+    assert len(lines) == 8  # windows of another time are told apart
     assert "+0.00 % of that alone" in lines[0]
     with pytest.raises(PatcherError, match="ended"):
         beside(measure, "", rounds=1)
