@@ -31,6 +31,8 @@ class RoleLayers:
     """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
     activations: tuple[str, ...] = ()
     """The activations that it takes, by their names in a config.json; empty for any."""
+    settings: tuple[tuple[str, object], ...] = ()
+    """What a config.json has to say where it says anything."""
 
 
 LAYERS: Mapping[str, RoleLayers] = {
@@ -61,7 +63,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
-    "router.topk": RoleLayers((_MOE,)),
+    "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),)),
     "sampler.greedy": RoleLayers(("LogitsProcessor",)),
     "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",)),
 }
@@ -81,8 +83,10 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         MissingError: vLLM is not installed.
         VerificationError: the model has none; the message says why.
     """
-    tree, layers, model = Tree.installed(), LAYERS[point], config()
+    layers, model = LAYERS[point], config()
     names = [str(name) for name in model.get("architectures") or ()]
+    _must_fit(point, layers, model, names[0] if names else "model")
+    tree = Tree.installed()
     known = architectures(tree, names)
     if not known:
         raise VerificationError(
@@ -96,13 +100,6 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"{' and '.join(layers.names).replace('|', ' or ')}",
             "revert the patch for this model",
         )
-    method = (model.get("quantization_config") or {}).get("quant_method")
-    if layers.weights is not None and method != layers.weights:
-        raise VerificationError(
-            f"{point} takes {layers.weights} weights, those of this {one.name} are "
-            f"{method or 'not quantised'}",
-            "revert the patch for this model",
-        )
     found = _activation(model) if layers.activations else None
     if found is not None and found not in layers.activations:
         raise VerificationError(
@@ -112,6 +109,24 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         )
     flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
+
+
+def _must_fit(point: str, layers: RoleLayers, model: Mapping[str, Any], name: str) -> None:
+    """Refuse a model whose config.json states that its layers are others, whatever vLLM has."""
+    method = (model.get("quantization_config") or {}).get("quant_method")
+    if layers.weights is not None and method != layers.weights:
+        raise VerificationError(
+            f"{point} takes {layers.weights} weights, those of this {name} are "
+            f"{method or 'not quantised'}",
+            "revert the patch for this model",
+        )
+    text = model.get("text_config") or model
+    for key, value in layers.settings:
+        if text.get(key, value) != value:
+            raise VerificationError(
+                f"{point} takes {key} {value}, that of this {name} is {text[key]}",
+                "revert the patch for this model",
+            )
 
 
 def _activation(model: Mapping[str, Any]) -> str | None:
