@@ -83,10 +83,8 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         MissingError: vLLM is not installed.
         VerificationError: the model has none; the message says why.
     """
-    layers, model = LAYERS[point], config()
+    tree, layers, model = Tree.installed(), LAYERS[point], config()
     names = [str(name) for name in model.get("architectures") or ()]
-    _must_fit(point, layers, model, names[0] if names else "model")
-    tree = Tree.installed()
     known = architectures(tree, names)
     if not known:
         raise VerificationError(
@@ -100,6 +98,7 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"{' and '.join(layers.names).replace('|', ' or ')}",
             "revert the patch for this model",
         )
+    must_fit(point, model)
     found = _activation(model) if layers.activations else None
     if found is not None and found not in layers.activations:
         raise VerificationError(
@@ -111,8 +110,17 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
 
 
-def _must_fit(point: str, layers: RoleLayers, model: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose config.json states that its layers are others, whatever vLLM has."""
+def must_fit(point: str, model: Mapping[str, Any]) -> None:
+    """Refuse a model whose config.json states that its layers are others, whatever vLLM has.
+
+    Args:
+        point: the point's name.
+        model: the model's config.json.
+
+    Raises:
+        VerificationError: it does; the message says why.
+    """
+    layers, name = LAYERS[point], next(iter(model.get("architectures") or ()), "model")
     method = (model.get("quantization_config") or {}).get("quant_method")
     if layers.weights is not None and method != layers.weights:
         raise VerificationError(
