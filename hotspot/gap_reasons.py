@@ -165,7 +165,7 @@ class Answers:
                 known = near is not None and near >= TOLD_PCT
                 said = f"at {near:.0f} % of the floor: {reason}" if known else reason
                 told.setdefault((_ANSWERS[status], reason), f"{role.title}: {said}")
-        answer = next((answer for answer, reason in told if reason), "no")
+        answer: Answer = next((answer for answer, reason in told if reason), "no")
         if answer == "yes" and op_of_kernel(kernel.name):
             answer = "untried"
         if len(told) == 1:
