@@ -165,7 +165,8 @@ class Answers:
                 known = near is not None and near >= TOLD_PCT
                 said = f"at {near:.0f} % of the floor: {reason}" if known else reason
                 told.setdefault((_ANSWERS[status], reason), f"{role.title}: {said}")
-        answer: Answer = next((answer for answer, reason in told if reason), "no")
+        answers: list[Answer] = [answer for answer, reason in told if reason]
+        answer: Answer = answers[0] if answers else "no"
         if answer == "yes" and op_of_kernel(kernel.name):
             answer = "untried"
         if len(told) == 1:
