@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from patcher.hotspot.classify import classify
+from patcher.hotspot.coverage import does_chain
 from patcher.hotspot.recording import Launches
 from patcher.hotspot.rules import rules
 from patcher.hotspot.steps import Steps, main_stream
@@ -152,7 +153,9 @@ def _name(members: Sequence[str], before: str, after: str) -> tuple[str, str | N
         beside = rule.get("before", before) == before and rule.get("after", after) == after
         has = rule.get("has", ())
         if beside and all(any(re.search(pattern, one) for one in subjects) for pattern in has):
-            return str(rule["name"]), rule.get("as_one")
+            as_one = rule.get("as_one")
+            does = as_one is not None and does_chain(as_one, members)
+            return str(rule["name"]), as_one if does else None
     return " + ".join(dict.fromkeys(classify(member)[1] for member in members)), None
 
 

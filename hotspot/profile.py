@@ -113,6 +113,9 @@ class Hotspot(Record):
     """What it computes; see `KernelStat`."""
     op: str | None
     """The op of the library that covers it."""
+    instead: str | None = None
+    """An op whose patch point takes the place of this kernel, though its name does not say so:
+    in some layers, or with other launches."""
     as_one: str | None = None
     """For a chain: the op of the library that computes it in one kernel."""
     patch_points: tuple[str, ...] = ()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 
 from patcher.bench import Op, load_ops
 from patcher.hotspot.bound import Bound
 from patcher.hotspot.chains import Chain, Place
-from patcher.hotspot.names import family, normalise, printable
+from patcher.hotspot.coverage import by_symbols, costs, fits_module
+from patcher.hotspot.names import family, printable
 from patcher.hotspot.profile import Counters, Gpu, Hotspot, KernelStat, Variant
 from patcher.hotspot.roofline import REACHABLE, ServedModel, completed, cost_of, speed_of_light_ns
-from patcher.hotspot.rules import rules
 from patcher.hotspot.stats import Spans
+from patcher.hotspot.step_roles import main_roles
 from patcher.hotspot.triage import triage
 
 MOSTLY = 0.5
@@ -41,6 +41,8 @@ class Ranking:
         self.kernels, self.spans, self.served, self.steps = kernels, spans, served, steps
         self.counters, self.bound = counters, bound
         self.gpu = completed(gpu)
+        self.roles: Mapping[str, str] = {}
+        """The role of each kernel of the usual step, the one of most time."""
         often = [k.min_ns for k in kernels if k.min_ns and k.instances > 2]
         self.floor_ns = min(often, default=None)
 
@@ -59,6 +61,8 @@ class Ranking:
             merged: rows of chains that were added up over devices.
             cut: steps that the launches were cut into; the caller may have told another number.
         """
+        order = [(printable(self.texts[place.name]), place.mean_ns) for place in places]
+        self.roles = main_roles(order)
         families: dict[str, list[KernelStat]] = {}
         for kernel in self.kernels:
             families.setdefault(family(kernel.name), []).append(kernel)
@@ -83,7 +87,9 @@ class Ranking:
         instances = sum(kernel.instances for kernel in variants)
         total = sum(kernel.total_ns for kernel in variants)
         own = sum(kernel.exposed_ns or 0 for kernel in variants) if self.spans else None
-        op, points, refusal = self._place(kernel.name for kernel in variants)
+        names = [kernel.name for kernel in variants]
+        op, points, refusal = self._place(names)
+        instead, elsewhere = (None, ()) if op or refusal else self._instead(names)
         whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
         spent = own if own is not None else total
         spot = Hotspot(
@@ -95,7 +101,8 @@ class Ranking:
             origin=first.origin,
             operation=first.operation,
             op=op.name if op else None,
-            patch_points=points,
+            instead=instead.name if instead else None,
+            patch_points=points or elsewhere,
             refusal=refusal,
             ceiling_pct=self._gain_pct(spent),
             wall_pct=self._of_wall(own),
@@ -112,7 +119,8 @@ class Ranking:
                 "sm_pct": counted.sm_throughput_pct,
             }
             spot = spot.model_copy(update=peaks)
-        cost = cost_of(op, counted, self.served, first.name)
+        own_cost = op if op is not None and costs(op.name, first.name) else None
+        cost = cost_of(own_cost, counted, self.served, first.name)
         if cost is None:
             return spot
         update: dict[str, object] = {
@@ -133,12 +141,36 @@ class Ranking:
         """The first op that covers these kernels and has a place in the model, and where; or why
         none has."""
         refusals: list[str] = []
-        for op in dict.fromkeys(op for name in names for op in _covering(name)):
+        ops = (op for name in names for op in by_symbols(name, self.roles.get(name)))
+        for op in dict.fromkeys(ops):
             points, refusal = self.served.places_of(op)
             if not refusal:
                 return op, points, ""
             refusals.append(f"{op.name}: {refusal}")
         return None, (), "; ".join(refusals)
+
+    def _instead(self, names: Sequence[str]) -> tuple[Op | None, tuple[str, ...]]:
+        """An op whose point in this model takes the place of these kernels with others, or in some
+        layers, and where."""
+        if self.served.places is None:
+            return None, ()
+        for op in load_ops().values():
+            fitting = {
+                f"{point.engine}: {point.point}"
+                for point in op.contract.patch_points
+                if point.replaces and all(re.search(point.replaces, name) for name in names)
+            }
+            if not fitting or not all(self._may_be(op, name) for name in names):
+                continue
+            points, refusal = self.served.places_of(op)
+            where = tuple(point for point in points if point in fitting)
+            if where and not refusal:
+                return op, where
+        return None, ()
+
+    def _may_be(self, op: Op, kernel: str) -> bool:
+        role = self.roles.get(kernel)
+        return role is None or fits_module(op.name, role)
 
     def _chain(self, places: Sequence[Place], chain: Chain, cut: int) -> Hotspot:
         """A chain's row: its launches and the idle time between them, not before the first.
@@ -275,19 +307,6 @@ class Ranking:
                 key = (family(printable(self.texts[places[index].name])), chain.name)
                 inside[key] = inside.get(key, 0.0) + places[index].exposed_ns
         return {name: chain for (name, chain), own in inside.items() if own > MOSTLY * spent[name]}
-
-
-@cache
-def _covering(name: str) -> tuple[Op, ...]:
-    """The ops of the library that compute what this kernel does, and no less."""
-    spelled = normalise(name)
-    beyond = rules("advice")["coverage"]
-    return tuple(
-        op
-        for op in load_ops().values()
-        if op.contract.matches(spelled)
-        and not (op.name in beyond and re.search(beyond[op.name], spelled[:4000]))
-    )
 
 
 def _variant(kernel: KernelStat) -> Variant:

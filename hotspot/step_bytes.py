@@ -16,6 +16,7 @@ from typing import Any
 from patcher.bench import DTYPES, DType, UsageError
 from patcher.bench.engines.architecture import ModelSizes, published_config, sizes_of
 from patcher.bench.engines.model_config import model_config
+from patcher.hotspot.coverage import PLAIN
 from patcher.hotspot.rules import rules
 
 _UNCONVERTED = {"norms", "embedding", "head", "router"}
@@ -62,6 +63,10 @@ class StepBytes:
     experts: int = 0
     weight_format: str = ""
     """Of the weights, in words."""
+    formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Formats of a role's matrices, by their names in `roles.toml`; `plain`: not quantised."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the model by the axis names of the op contracts."""
     missing: tuple[str, ...] = field(default=())
     """What is not counted, in sentences."""
 
@@ -91,12 +96,15 @@ def step_bytes(
     weights = _Weights(said or {}, item)
     distinct = expected_experts(sizes, batch)
     roles: dict[str, RoleBytes] = {}
+    formats: dict[str, frozenset[str]] = {}
     for part in _parameters(skeleton(_unquantised(config), model)):
         share, chosen = 1.0, 1.0
         if part.role.startswith("experts.") and distinct is not None:
             share, chosen = distinct / sizes.experts, sizes.experts_per_token / sizes.experts
         counted = part.counted(batch, weights, share, chosen)
         roles[part.role] = roles.get(part.role, RoleBytes()) + counted
+        if part.is_matrix:
+            formats[part.role] = formats.get(part.role, frozenset()) | {weights.format_of(part)}
     cache = _cache(text, sizes, batch, context, weights.item)
     states, missing = _states(text, batch, weights.item)
     for role, more in [*cache.items(), ("attention", states)]:
@@ -108,6 +116,8 @@ def step_bytes(
         distinct_experts=distinct,
         experts=sizes.experts,
         weight_format=weights.words,
+        formats=formats,
+        axes={**sizes.axes(), "tokens": batch},
         missing=missing,
     )
 
@@ -129,6 +139,11 @@ class _Parameter:
     role: str
     shape: tuple[int, ...]
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert."""
+        return len(self.shape) > 1 and not self.name.endswith("bias")
+
     def counted(self, batch: int, weights: _Weights, share: float, chosen: float) -> RoleBytes:
         """What a step reads of it.
 
@@ -143,7 +158,7 @@ class _Parameter:
         if self.role == "norms":  # the input, the residual, and both again
             return RoleBytes(size * item, activations=4 * size * item * batch)
         read = RoleBytes(weights=size * share * weights.bytes_of(self))
-        if len(self.shape) < 2 or self.name.endswith("bias"):
+        if not self.is_matrix:
             return read
         ends = sum(self.shape[-2:]) * math.prod(self.shape[:-2]) * chosen
         read.activations = ends * item * batch
@@ -159,32 +174,37 @@ class _Weights:
         self.words = f"{8 * item}-bit"
         self._only: list[str] = []
         self._kept = [str(each) for key in _EXCEPTIONS for each in said.get(key) or ()]
-        self._bits = 8.0 * item
+        self._bits, self._format = 8.0 * item, PLAIN
         if said:
             method = f"{said.get('quant_method', '')} {said.get('quant_algo', '')}".strip()
-            self._bits, self._only = _format(method, said)
+            self._bits, self._only, self._format = _format(method, said)
             self.words = f"{method}, {self._bits:.4g} bits, the rest {8 * item}-bit"
 
     def bytes_of(self, part: _Parameter) -> float:
+        return self._bits / 8 if self._converts(part) else float(self.item)
+
+    def format_of(self, part: _Parameter) -> str:
+        return self._format if self._converts(part) else PLAIN
+
+    def _converts(self, part: _Parameter) -> bool:
         converted = part.role in self._only if self._only else part.role not in _UNCONVERTED
-        bias = len(part.shape) < 2 or part.name.endswith("bias")
-        if bias or not converted or any(_names(each, part.name) for each in self._kept):
-            return float(self.item)
-        return self._bits / 8
+        kept = any(_names(each, part.name) for each in self._kept)
+        return part.is_matrix and converted and not kept
 
 
-def _format(method: str, said: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Bits of a weight with its share of the scales, and the roles that have the format."""
+def _format(method: str, said: Mapping[str, Any]) -> tuple[float, list[str], str]:
+    """Bits of a weight with its share of the scales, the roles that have the format, its name."""
     for row in rules("roles")["format"]:
         if re.search(row["method"], method, re.IGNORECASE):
             bits = row.get("bits") or _said(said, row["bits_key"])
             group = row.get("group") or _said(said, row["group_key"])
+            name = str(row["name"])
             if isinstance(group, list):
-                group = math.prod(group)
+                name, group = f"{name} in blocks", math.prod(group)
             if not isinstance(bits, int):
                 break
             scales = row["scale_bits"] / group if isinstance(group, int) and group > 0 else 0.0
-            return bits + scales, list(row.get("only", ()))
+            return bits + scales, list(row.get("only", ())), name
     raise UsageError(
         f"the bytes of its weights are not known: their format is {method!r}",
         "add the format to hotspot/roles.toml",

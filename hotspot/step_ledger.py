@@ -53,13 +53,13 @@ def step_ledger(
     device = completed(Gpu(name=gpu)) if gpu else profile.gpu
     rate = copy_rate(device)
     times = _Times.of(profile, steps, counted)
-    answers = Answers(profile, steps, ServedModel(places=places, name=profile.model))
+    answers = Answers(profile, steps, ServedModel(places=places, name=profile.model), counted)
     step_ns = (profile.wall_ns or profile.total_kernel_ns) / steps
     rows = _rows(times, device, rate, answers)
     by_name = {row.role: row for row in rows}
     kernels = [
-        answers.kernel(kernel, *_place(times.shares[at], by_name), step_ns)
-        for at, kernel in enumerate(profile.kernels)
+        answers.kernel(kernel, [by_name[role] for role in _by_time(share)], step_ns)
+        for kernel, share in zip(profile.kernels, times.shares, strict=True)
     ]
     shown = [one for one in kernels if one.share_pct >= LEAST_PCT]
     rows += _without_kernels(profile, steps, answers)
@@ -232,12 +232,9 @@ def _status(
     return most, reason
 
 
-def _place(
-    shares: Mapping[str, float], rows: Mapping[str, LedgerRole]
-) -> tuple[dict[str, str], float | None]:
-    """The titles of a kernel's roles, most time first, and how near the first is to its floor."""
-    names = sorted(shares, key=lambda role: -shares[role])
-    return {name: rows[name].title for name in names}, rows[names[0]].sol_pct
+def _by_time(shares: Mapping[str, float]) -> list[str]:
+    """Roles of a kernel, most time first."""
+    return sorted(shares, key=lambda role: -shares[role])
 
 
 def _without_kernels(profile: Profile, steps: int, answers: Answers) -> list[LedgerRole]:

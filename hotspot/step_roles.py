@@ -2,20 +2,25 @@
 
 A layer is read between two attentions: the output projection up to the first norm, the MLP or the
 experts up to the next norm, and the projections of the next attention. What stands behind the last
-layer's MLP is the head.
+layer's MLP is the head. A norm between the projections and attention is one of heads. What prepares
+or follows a matmul of experts was launched by their module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 
 from patcher.hotspot.classify import classify
+from patcher.hotspot.coverage import SCHEDULE, parts_of
 from patcher.hotspot.rules import rules
 from patcher.hotspot.shipped import op_of_kernel
 
 _MATMULS = ("matmul", "MoE matmul")
 _MARKS = (*_MATMULS, "attention", "norm", "activation")
+_BESIDE = ("activation", "quantisation", "other")
+"""Roles of operations that the module of the experts launches too."""
 
 
 @cache
@@ -46,7 +51,8 @@ def roles_of_step(kernels: Sequence[str], has_experts: bool, has_shared: bool) -
     """
     operations = [operation_of(kernel) for kernel in kernels]
     roles = [role_of_operation(operation) for operation in operations]
-    marks = [at for at, operation in enumerate(operations) if operation in _MARKS]
+    planned = [SCHEDULE in parts_of(kernel) for kernel in kernels]
+    marks = [at for at, each in enumerate(operations) if each in _MARKS and not planned[at]]
     anchors = _anchors(operations, marks)
     if not anchors or "norm" not in operations:
         return roles
@@ -60,7 +66,27 @@ def roles_of_step(kernels: Sequence[str], has_experts: bool, has_shared: bool) -
         _layer(roles, operations, inside, "head" if last else "attention.in", has_shared)
     if has_experts and "MoE matmul" not in operations:
         return [role_of_operation(each) for each in operations]  # its experts are plain matmuls
+    _norms_of_heads(roles, operations, marks)
+    _launched_by_experts(roles, operations, marks)
     return roles
+
+
+def main_roles(order: Iterable[tuple[str, float]]) -> dict[str, str]:
+    """The role of each kernel of a step, the one of most time.
+
+    Args:
+        order: the launches, each with its kernel and its time.
+    """
+    launches = list(order)
+    kernels = [kernel for kernel, _ in launches]
+    has_experts = any(operation_of(kernel) == "MoE matmul" for kernel in kernels)
+    spent: dict[str, dict[str, float]] = {}
+    for (kernel, time), role in zip(
+        launches, roles_of_step(kernels, has_experts, False), strict=True
+    ):
+        own = spent.setdefault(kernel, {})
+        own[role] = own.get(role, 0.0) + time
+    return {kernel: max(own, key=own.__getitem__) for kernel, own in spent.items()}
 
 
 def _anchors(operations: Sequence[str], marks: Iterable[int]) -> list[int]:
@@ -135,6 +161,33 @@ def _dense(roles: list[str], operations: Sequence[str], block: Sequence[int]) ->
     for number, at in enumerate(matmuls):
         down = at > acts[-1] if acts else number == len(matmuls) - 1 and number > 0
         roles[at] = "mlp.down" if down else "mlp.gate_up"
+
+
+def _norms_of_heads(roles: list[str], operations: Sequence[str], marks: Sequence[int]) -> None:
+    """Give norms between the projections of an attention and it the role of what rotates heads."""
+    since: list[int] | None = None
+    for at in marks:
+        if roles[at] == "attention.in":
+            since = []
+        elif operations[at] == "norm" and since is not None:
+            since.append(at)
+        elif operations[at] == "attention" and since is not None:
+            for norm in since:
+                roles[norm] = "rope_kv"
+            since = None
+        elif operations[at] in _MATMULS:
+            since = None
+
+
+def _launched_by_experts(roles: list[str], operations: Sequence[str], marks: Sequence[int]) -> None:
+    """Give what experts run beside matmuls, routing and sum its role: an activation by the matmul
+    before it, anything else by the matmul after it."""
+    ends = [at for at in marks if operations[at] in (*_MATMULS, "norm", "attention")]
+    for before, after in pairwise(ends):
+        for at in range(before + 1, after):
+            near = before if operations[at] == "activation" else after
+            if operations[near] == "MoE matmul" and roles[at] in _BESIDE:
+                roles[at] = "experts.small"
 
 
 def _operations(row: dict[str, list[str]]) -> list[str]:

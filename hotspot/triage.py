@@ -34,7 +34,7 @@ def triage(
         bound=bound.by if bound else "kernels",
         bound_share=f"{bound.pct if bound else 100.0:.1f} %",
         sol=f"{spot.sol_pct or 0:.0f} %",
-        op=spot.op or spot.as_one,
+        op=spot.op or spot.as_one or spot.instead,
         refusal=spot.refusal,
         points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
         gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
@@ -54,6 +54,7 @@ def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None, bound: Bound |
         return False
     required = (
         ("covered", spot.op),
+        ("replaced", spot.instead),
         ("refused", spot.refusal or None),
         ("chained", chain),
         ("as_one", spot.as_one),

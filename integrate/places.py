@@ -75,9 +75,26 @@ def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, A
         try:
             of_model(spec.engine, spec.point, partial(config, spec.engine))
         except MissingError:
-            points.append(spec)  # another machine, with the engine, may run the model
+            # another machine, with the engine, may run the model
+            if engine is not None and (refusal := _stated(spec, config)):
+                refusals.append(refusal)
+            else:
+                points.append(spec)
         except VerificationError as error:
             refusals.append(error.message)
         else:
             points.append(spec)
     return OpPlaces(tuple(points), tuple(dict.fromkeys(refusals)))
+
+
+def _stated(spec: PatchPointSpec, config: Callable[[str], Mapping[str, Any]]) -> str | None:
+    """Why a config.json alone says that a model has no layers of a point; None if it does not."""
+    reader = importlib.import_module(_READERS[spec.engine]) if spec.engine in _READERS else None
+    name = present_name(spec.engine, spec.point)
+    if reader is None or name not in reader.LAYERS or not hasattr(reader, "must_fit"):
+        return None
+    try:
+        reader.must_fit(name, config(spec.engine))
+    except VerificationError as error:
+        return str(error.message)
+    return None

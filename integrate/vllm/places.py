@@ -31,6 +31,8 @@ class RoleLayers:
     """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
     activations: tuple[str, ...] = ()
     """The activations that it takes, by their names in a config.json; empty for any."""
+    settings: tuple[tuple[str, object], ...] = ()
+    """What a config.json has to say where it says anything."""
 
 
 LAYERS: Mapping[str, RoleLayers] = {
@@ -61,7 +63,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
     "router.oai": RoleLayers((_MOE,), _MXFP4),
-    "router.topk": RoleLayers((_MOE,)),
+    "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),)),
     "sampler.greedy": RoleLayers(("LogitsProcessor",)),
     "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",)),
 }
@@ -96,13 +98,7 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"{' and '.join(layers.names).replace('|', ' or ')}",
             "revert the patch for this model",
         )
-    method = (model.get("quantization_config") or {}).get("quant_method")
-    if layers.weights is not None and method != layers.weights:
-        raise VerificationError(
-            f"{point} takes {layers.weights} weights, those of this {one.name} are "
-            f"{method or 'not quantised'}",
-            "revert the patch for this model",
-        )
+    must_fit(point, model)
     found = _activation(model) if layers.activations else None
     if found is not None and found not in layers.activations:
         raise VerificationError(
@@ -112,6 +108,33 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         )
     flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
+
+
+def must_fit(point: str, model: Mapping[str, Any]) -> None:
+    """Refuse a model whose config.json states that its layers are others, whatever vLLM has.
+
+    Args:
+        point: the point's name.
+        model: the model's config.json.
+
+    Raises:
+        VerificationError: it does; the message says why.
+    """
+    layers, name = LAYERS[point], next(iter(model.get("architectures") or ()), "model")
+    method = (model.get("quantization_config") or {}).get("quant_method")
+    if layers.weights is not None and method != layers.weights:
+        raise VerificationError(
+            f"{point} takes {layers.weights} weights, those of this {name} are "
+            f"{method or 'not quantised'}",
+            "revert the patch for this model",
+        )
+    text = model.get("text_config") or model
+    for key, value in layers.settings:
+        if text.get(key, value) != value:
+            raise VerificationError(
+                f"{point} takes {key} {value}, that of this {name} is {text[key]}",
+                "revert the patch for this model",
+            )
 
 
 def _activation(model: Mapping[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
+from patcher.integrate.vllm.places import must_fit
 from patcher.places import places_in, require_some_place
 from patcher.sweeps import served_sweep
 
@@ -76,6 +77,22 @@ def test_a_model_without_places_is_refused_before_anything_is_measured(
     tiny = places_in("gpt-oss-tiny", "transformers")
     assert tiny is not None
     assert tiny(NORM) == ((), "its norms multiply by 1 + w")
+
+
+def test_a_config_json_refuses_layers_where_the_engine_is_not_installed(tmp_path: Path) -> None:
+    plain = places_in(model_of(tmp_path), "vllm")
+    assert plain is not None
+    points, why = plain(load_op("linear_fp8"))
+    assert not points
+    assert why == "linear_fp8 takes fp8 weights, those of this LlamaForCausalLM are not quantised"
+
+
+def test_a_router_whose_weights_are_not_renormalised_is_another() -> None:
+    config = {"architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False}
+    with pytest.raises(VerificationError, match=r"takes norm_topk_prob True, .* is False"):
+        must_fit("router.topk", config)
+    must_fit("router.topk", {**config, "norm_topk_prob": True})
+    must_fit("router.topk", {"architectures": ["MixtralForCausalLM"]})
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-3-27b"])

@@ -14,7 +14,7 @@ from feature_matrix import feature
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError, load_op
-from patcher.hotspot.rows import _covering
+from patcher.hotspot.coverage import by_symbols
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
 from patcher.integrate.counts import REPLACED
@@ -179,11 +179,11 @@ def test_gradients_and_strides_run_the_models_own_norm() -> None:
 
 
 def test_norms_of_heads_are_rows_of_the_op() -> None:
-    ops = [op.name for op in _covering("module::Qwen3RMSNorm.q_norm")]
+    ops = [op.name for op in by_symbols("module::Qwen3RMSNorm.q_norm")]
     assert ops == ["rms_norm"]
-    ops = [op.name for op in _covering("module::Gemma3RMSNorm.q_norm")]
+    ops = [op.name for op in by_symbols("module::Gemma3RMSNorm.q_norm")]
     assert ops == ["gemma_rms_norm"]
-    assert [op.name for op in _covering("module::Gemma4RMSNorm.q_norm")] == ["rms_norm"]
+    assert [op.name for op in by_symbols("module::Gemma4RMSNorm.q_norm")] == ["rms_norm"]
     assert load_op("rms_norm").contract.patch_points[0].point == "norm"
 
 
