@@ -17,8 +17,9 @@ from typing import Any, Self
 
 from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge.evaluation import Grade
+from patcher.bench.judge.limits import Limits
 from patcher.bench.judge.memory_file import CAPACITY
-from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure, Zygote

@@ -20,6 +20,7 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.judge.limits import Limits
 from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
@@ -46,16 +47,6 @@ from patcher.bench.sandbox import process_tree as tree
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one runner."""
-
-    reply_s: float = 30.0
-    """Time limit in seconds of a command, unless the command sets its own."""
-    memory_bytes: int = 16 << 30
-    """Memory limit in bytes of all its processes together."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,12 @@ class Runner:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
-        told = {"device": device, "threads": threads, "portable": portable}
+        told = {
+            "device": device,
+            "threads": threads,
+            "portable": portable,
+            "environment": self.limits.compilers(cpus),
+        }
         try:
             reply = self.command("start", START_S, **told)
         except RunnerFailure as failure:
