@@ -55,6 +55,17 @@ def targets(op: Op, regime: str) -> list[str]:
     return names if regime in EACH and not own and len(names) > 1 else []
 
 
+def changed(op: Op, regime: str, only: str = "") -> set[str]:
+    """Tensors whose values may be others in a regime than in `normal`."""
+    if regime == "normal":
+        return set()
+    if regime in op.inputs.REGIMES:
+        return {tensor.name for tensor in op.contract.tensors}
+    if regime == EXACT:
+        return set(op.contract.accuracy.exact)
+    return {only} if only else set(free(op))
+
+
 def make(
     op: Op, point: Point, seed: int, regime: str, device: str, only: str = ""
 ) -> dict[str, Tensor]:

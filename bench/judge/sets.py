@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from patcher.bench.judge import regimes
 from patcher.bench.judge.blob import Bytes, Layout, as_slot, read_set, strayed, write_set
 from patcher.bench.judge.cases import (
     Case,
@@ -39,11 +40,14 @@ class CallSets:
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
-        """Cases of one shape, placement and regime, with their values on the device."""
+        """Cases of one shape, placement and regime, of the same tensors, with their values on the
+        device.
+        """
         first = cases[0]
-        plan = tensors_of(op, first.point, first.placed, usual=first.regime == "normal")
-        if not stock.holds(plan):
-            plan = tensors_of(op, first.point, first.placed, usual=False)
+        changed = regimes.changed(op, first.regime, first.only)
+        plan = tensors_of(op, first.point, first.placed, changed=changed)
+        if lacking := stock.lacks(plan):
+            plan = tensors_of(op, first.point, first.placed, changed=changed | lacking)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)
