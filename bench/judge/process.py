@@ -25,6 +25,7 @@ from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
     Left,
+    SentSets,
     SharedSets,
     memory_file,
     read_from_start,
@@ -101,6 +102,8 @@ class Runner:
         # opened before any foreign code, which can put another file, a link or a pipe in its place
         made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(self.folder / "log", made, 0o600)
+        self.sent = SentSets(self._files[0])
+        """On CUDA: what the next command reads of buffer sets."""
         self.sets = SharedSets(self._files[1])
         """On a CPU: the buffer sets."""
         commands, self._commands = os.pipe()
@@ -335,6 +338,7 @@ class Runner:
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
         self.kill()
+        self.sent.close()
         for descriptor in (self._commands, self._replies, self._log, *self._files):
             os.close(descriptor)
         remove_folder(self.folder)

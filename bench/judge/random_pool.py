@@ -70,8 +70,8 @@ class RandomPool:
         return {slot.name for slot in mixed(plan) if self._part(slot) not in self._parts}
 
     def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
-        """A buffer for the sent bytes, [sets, set_bytes]. It is reused once `user` is gone, since
-        new memory costs more than writing to it.
+        """A buffer for the bytes that come back, [sets, set_bytes]. It is reused once `user` is
+        gone, since new memory costs more than writing to it.
         """
         size = sets * set_bytes
         fitting = [at for at, room in enumerate(self._rooms) if room.nbytes >= size]
