@@ -1,4 +1,4 @@
-"""Limits of one runner, and the compile workers that fit into them."""
+"""What one runner may take, and what a command of it took."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ class Limits:
         room = self.memory_bytes // 2 // WORKER_BYTES
         fitting = str(max(min(usable, room, MOST_WORKERS), 1))
         return {_WORKERS: os.environ.get(_WORKERS) or fitting}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one command took, from the moment that its process could run until it was stopped."""
+
+    cpu_us: float
+    """CPU time in microseconds of all threads, by the kernel's count."""
+    wall_us: float
+    """Microseconds by the judge's clock until the reply."""
+    waited_us: float
+    """Microseconds of these in which the main thread, or the judge, had to wait for a CPU."""
+    lost: int = 0
+    """Processes that were there before and ended, so that nobody knows what they used."""
+
+    @property
+    def idle_us(self) -> float:
+        """Microseconds in which nobody worked and nobody had to wait for a CPU."""
+        return self.wall_us - self.waited_us - self.cpu_us

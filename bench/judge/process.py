@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
-from patcher.bench.judge.limits import Limits
+from patcher.bench.judge.limits import Limits, Spent
 from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
@@ -44,29 +44,11 @@ from patcher.bench.records import parse_json
 from patcher.bench.sandbox import WATCH_S, remove_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.sandbox.kinship import Kinship
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What one command took, from the moment that its process could run until it was stopped."""
-
-    cpu_us: float
-    """CPU time in microseconds of all threads, by the kernel's count."""
-    wall_us: float
-    """Microseconds by the judge's clock until the reply."""
-    waited_us: float
-    """Microseconds of these in which the main thread, or the judge, had to wait for a CPU."""
-    lost: int = 0
-    """Processes that were there before and ended, so that nobody knows what they used."""
-
-    @property
-    def idle_us(self) -> float:
-        """Microseconds in which nobody worked and nobody had to wait for a CPU."""
-        return self.wall_us - self.waited_us - self.cpu_us
 
 
 class Runner:
@@ -134,6 +116,7 @@ class Runner:
         finally:
             for descriptor in (commands, replies, inputs):
                 os.close(descriptor)
+        self._kin = Kinship(self._pid)
 
     def __enter__(self) -> Self:
         return self
@@ -311,7 +294,9 @@ class Runner:
             return
         self._watched = time.monotonic()
         try:
-            tree.demand_within(self.limits.memory_bytes, self._pid, self.folder, self._files)
+            tree.demand_within(
+                self.limits.memory_bytes, self._kin.descendants(), self.folder, self._files
+            )
         except tree.OverLimitError as error:
             self.kill()
             raise RunnerFailure(f"{error} (killed)", kind="Memory") from None

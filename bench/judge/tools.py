@@ -27,6 +27,7 @@ from patcher.bench.records import parse_json
 from patcher.bench.sandbox import communicate, plain_file, strangers_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.sandbox.kinship import Kinship
 from patcher.bench.toolchains import Built
 
 LIMIT_S = 180.0
@@ -243,9 +244,12 @@ def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
 
 def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int, folder: Path) -> str:
     """Wait for the end; return why the process must be stopped, or an empty string."""
+    kin = Kinship(running.pid)
     try:
         communicate(
-            running, limit_s, watch=lambda: tree.demand_within(memory_bytes, running.pid, folder)
+            running,
+            limit_s,
+            watch=lambda: tree.demand_within(memory_bytes, kin.descendants(), folder),
         )
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:g} s"

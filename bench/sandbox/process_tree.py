@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,23 +20,46 @@ MOST_ENTRIES = 1 << 16
 
 def descendants(pid: int) -> set[int]:
     """Ids of a process and all its descendants; empty if it has ended."""
+    return below(pid, parents())
+
+
+def innermost(pid: int) -> int:
+    """The process at the end of a chain of only children, such as a confined program's."""
+    children = children_of(parents())
+    while pid in children:
+        pid = children[pid][0]
+    return pid
+
+
+def parents() -> dict[int, int]:
+    """The parent of each process, by their ids."""
+    found = {int(name): parent_of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: parent for pid, parent in found.items() if parent is not None}
+
+
+def parent_of(pid: int) -> int | None:
+    """Id of a process' parent; None if it has ended."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def children_of(parents: Mapping[int, int]) -> dict[int, list[int]]:
+    """The children of each process that has any."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
-            children.setdefault(int(fields[1]), []).append(int(name))
-    pids, todo = set[int](), [pid] if _stat(pid) else []
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    return children
+
+
+def below(pid: int, parents: Mapping[int, int]) -> set[int]:
+    """A process and all its descendants, by the parents of all; empty if it is not there."""
+    children, pids = children_of(parents), set[int]()
+    todo = [pid] if pid in parents else []
     while todo:
         each = todo.pop()
         pids.add(each)
         todo += children.get(each, [])
     return pids
-
-
-def innermost(pid: int) -> int:
-    """The process at the end of a chain of only children, such as a confined program's."""
-    below = descendants(pid) - {pid}
-    children = [each for each in below if (fields := _stat(each)) and int(fields[1]) == pid]
-    return innermost(children[0]) if children else pid
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -191,9 +214,9 @@ class OverLimitError(Exception):
 
 
 def demand_within(
-    most_bytes: int, pid: int, folder: Path | None = None, files: Iterable[int] = ()
+    most_bytes: int, pids: Iterable[int], folder: Path | None = None, files: Iterable[int] = ()
 ) -> None:
-    """Check what a process tree holds.
+    """Check what the processes of a tree hold.
 
     That is: the memory that it maps with its page tables, files in memory and files without a name
     that are open in it, the most that its pipes and sockets may hold, and its folder. `rlimit`s
@@ -201,7 +224,7 @@ def demand_within(
 
     Args:
         most_bytes: its limit.
-        pid: its root.
+        pids: its processes.
         folder: a folder that it may write to.
         files: descriptors of ours, of files in memory that it may write to.
 
@@ -212,7 +235,7 @@ def demand_within(
     held: dict[tuple[int, int], int] = {}
     for each in map(os.fstat, files):
         held[each.st_dev, each.st_ino] = each.st_blocks * 512
-    for process in descendants(pid):
+    for process in pids:
         sizes = _status_bytes(process)
         mapped += sizes.get("VmRSS", 0) + sizes.get("VmPTE", 0)
         shared += sizes.get("RssShmem", 0)

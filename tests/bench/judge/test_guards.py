@@ -17,8 +17,8 @@ from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
-from patcher.bench.judge.limits import Limits
-from patcher.bench.judge.process import Runner, Spent
+from patcher.bench.judge.limits import Limits, Spent
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
