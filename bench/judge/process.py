@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
-from patcher.bench.judge.limits import Limits, Spent
 from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
@@ -33,6 +32,7 @@ from patcher.bench.judge.memory_file import (
 )
 from patcher.bench.judge.zygote import (
     ForgedReplyError,
+    Limits,
     RunnerFailure,
     Zygote,
     caches,
@@ -41,14 +41,32 @@ from patcher.bench.judge.zygote import (
 )
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import parse_json
-from patcher.bench.sandbox import WATCH_S, remove_folder
+from patcher.bench.sandbox import WATCH_S, OverLimitError, demand_within, remove_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.sandbox.kinship import Kinship
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one command took, from the moment that its process could run until it was stopped."""
+
+    cpu_us: float
+    """CPU time in microseconds of all threads, by the kernel's count."""
+    wall_us: float
+    """Microseconds by the judge's clock until the reply."""
+    waited_us: float
+    """Microseconds of these in which the main thread, or the judge, had to wait for a CPU."""
+    lost: int = 0
+    """Processes that were there before and ended, so that nobody knows what they used."""
+
+    @property
+    def idle_us(self) -> float:
+        """Microseconds in which nobody worked and nobody had to wait for a CPU."""
+        return self.wall_us - self.waited_us - self.cpu_us
 
 
 class Runner:
@@ -116,7 +134,7 @@ class Runner:
         finally:
             for descriptor in (commands, replies, inputs):
                 os.close(descriptor)
-        self._kin = Kinship(self._pid)
+        self._kin = tree.Kinship(self._pid)
 
     def __enter__(self) -> Self:
         return self
@@ -143,14 +161,10 @@ class Runner:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
-        told = {
-            "device": device,
-            "threads": threads,
-            "portable": portable,
-            "environment": self.limits.compilers(cpus),
-        }
+        told = {"device": device, "threads": threads, "portable": portable}
         try:
-            reply = self.command("start", START_S, **told)
+            environment = self.limits.compilers(cpus)
+            reply = self.command("start", START_S, environment=environment, **told)
         except RunnerFailure as failure:
             reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
@@ -294,10 +308,9 @@ class Runner:
             return
         self._watched = time.monotonic()
         try:
-            tree.demand_within(
-                self.limits.memory_bytes, self._kin.descendants(), self.folder, self._files
-            )
-        except tree.OverLimitError as error:
+            pids = self._kin.descendants()
+            demand_within(self.limits.memory_bytes, pids, self.folder, self._files)
+        except OverLimitError as error:
             self.kill()
             raise RunnerFailure(f"{error} (killed)", kind="Memory") from None
 

@@ -16,9 +16,8 @@ from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.clockcheck import TimedBlock
 from patcher.bench.judge.device_code import DeviceCode
-from patcher.bench.judge.limits import Spent
 from patcher.bench.judge.memory_file import Left
-from patcher.bench.judge.process import Runner
+from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure

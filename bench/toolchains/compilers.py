@@ -18,9 +18,15 @@ from pydantic import Field
 from patcher.bench.machine.environment import cpu_instructions
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.records import Record
-from patcher.bench.sandbox import Excerpt, communicate, plain_file, strangers_folder
-from patcher.bench.sandbox.kinship import Kinship
-from patcher.bench.sandbox.process_tree import OverLimitError, demand_within
+from patcher.bench.sandbox import (
+    Excerpt,
+    OverLimitError,
+    communicate,
+    demand_within,
+    plain_file,
+    strangers_folder,
+)
+from patcher.bench.sandbox.process_tree import Kinship
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0

@@ -30,7 +30,7 @@ from patcher.bench.judge.clockcheck import (
     traced,
     unsteady,
 )
-from patcher.bench.judge.limits import Spent
+from patcher.bench.judge.process import Spent
 from patcher.bench.judge.timed_arm import EmptyCommands
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.sandbox.process_tree import CpuTime, cpus_allowed, pin, stop

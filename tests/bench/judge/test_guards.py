@@ -17,12 +17,11 @@ from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
-from patcher.bench.judge.limits import Limits, Spent
-from patcher.bench.judge.process import Runner
+from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
-from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, Zygote, placed
+from patcher.bench.judge.zygote import ForgedReplyError, Limits, RunnerFailure, Zygote, placed
 from patcher.bench.ops.op import Op
 from patcher.bench.sandbox import WATCH_S
 from patcher.bench.toolchains import build

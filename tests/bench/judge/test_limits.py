@@ -9,9 +9,15 @@ import pytest
 
 from patcher import bench
 from patcher.bench import Candidate, Language
-from patcher.bench.judge.limits import MOST_WORKERS, WORKER_BYTES, Limits
 from patcher.bench.judge.process import Runner
-from patcher.bench.judge.zygote import RunnerFailure, Zygote, placed
+from patcher.bench.judge.zygote import (
+    MOST_WORKERS,
+    WORKER_BYTES,
+    Limits,
+    RunnerFailure,
+    Zygote,
+    placed,
+)
 from patcher.bench.toolchains import build
 
 NAME = "TORCHINDUCTOR_COMPILE_THREADS"

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from patcher.bench.sandbox import kinship
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.sandbox.kinship import Kinship
+from patcher.bench.sandbox.process_tree import Kinship
 
 BORN = """
 import ctypes, os, sys, time
@@ -68,12 +67,13 @@ def test_strangers_are_looked_at_once(
     process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    real = tree.parent_of
 
     def parent_of(pid: int) -> int | None:
         asked.append(pid)
-        return tree.parent_of(pid)
+        return real(pid)
 
-    monkeypatch.setattr(kinship, "parent_of", parent_of)
+    monkeypatch.setattr(tree, "parent_of", parent_of)
     kin = Kinship(process.pid)
     kin.descendants()
     assert os.getpid() in asked
@@ -90,7 +90,7 @@ class Proc:
         self.shown: dict[int, tuple[int, int]] = {}
         self.dies: set[int] = set()
         """Processes that end before they are looked at."""
-        monkeypatch.setattr(kinship, "parent_of", self._parent_of)
+        monkeypatch.setattr(tree, "parent_of", self._parent_of)
         monkeypatch.setattr(os, "scandir", self._scandir)
 
     def _parent_of(self, pid: int) -> int | None:
