@@ -10,7 +10,7 @@ number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -129,15 +129,34 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
     )
 
 
-def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> None:
-    """Fill the sent bytes of one set (`sent_bytes` long) with values between red zones. A tensor
-    without a value is poisoned like them.
+def write_set(layout: Layout, block: Bytes, values: Mapping[str, torch.Tensor]) -> None:
+    """Fill one set, as far as the block reaches, with values between red zones. A tensor without a
+    value is poisoned like them.
     """
-    block[:] = FILL
-    whole = torch.from_numpy(block)
     for slot in layout.slots:
-        if slot.span_bytes and slot.travel != "mixed" and slot.name in values:
-            as_bytes(slot.view(whole)).copy_(as_bytes(values[slot.name]))
+        if slot.offset < len(block):
+            write_slot(slot, block, values.get(slot.name))
+
+
+def write_slot(slot: Slot, block: Bytes, value: torch.Tensor | None) -> None:
+    """Fill the slot of one tensor in a set's bytes. What the value does not overwrite is poisoned,
+    also between elements.
+    """
+    end, held = slot.begin + slot.span_bytes, slot.span_bytes
+    if value is None or _item_bytes(slot) < held:
+        held = 0
+    block[slot.offset : end - held] = FILL
+    block[end : slot.offset + slot.slot_bytes] = FILL
+    if value is not None and slot.span_bytes:
+        as_bytes(slot.view(torch.from_numpy(block))).copy_(as_bytes(value))
+
+
+def holds(slot: Slot, block: Bytes, value: torch.Tensor) -> bool:
+    """Whether the slot of a contiguous tensor in a set's bytes is as `write_slot` left it."""
+    data = block[slot.begin : slot.begin + slot.span_bytes]
+    if (_outside(slot, block[None]) != FILL).any():
+        return False
+    return np.array_equal(data, value.reshape(-1).view(torch.uint8).numpy())
 
 
 def as_slot(slot: Slot, value: torch.Tensor) -> torch.Tensor:
@@ -183,12 +202,17 @@ def _outside(slot: Slot, blocks: Bytes) -> Bytes:
     )
     found = [before, after]
     size = DTYPES[slot.dtype].item_bytes
-    if math.prod(slot.shape) * size < slot.span_bytes:
+    if _item_bytes(slot) < slot.span_bytes:
         gaps = np.ones(slot.span_bytes, dtype=bool)
         shape, strides = (*slot.shape, size), (*(s * size for s in slot.strides), 1)
         torch.from_numpy(gaps).as_strided(shape, strides).fill_(False)
         found.append(blocks[:, slot.begin : end][:, gaps])
     return np.concatenate(found, axis=1)
+
+
+def _item_bytes(slot: Slot) -> int:
+    """Bytes of all elements, without those between them."""
+    return math.prod(slot.shape) * DTYPES[slot.dtype].item_bytes
 
 
 def _round_up(size: int) -> int:

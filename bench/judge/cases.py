@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,10 +198,10 @@ def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
 
 
 def tensors_of(
-    op: Op, point: Point, placed: str = "plain", sparing: bool = True, usual: bool = True
+    op: Op, point: Point, placed: str = "plain", sparing: bool = True, changed: Collection[str] = ()
 ) -> Layout:
     """The layout of the tensors. With `sparing`, large read-only ones are not sent in full: weights
-    where their values are the `usual` ones.
+    unless they are among the `changed`, whose values are not the usual ones.
     """
     contract = op.contract
     wanted = []
@@ -212,6 +212,7 @@ def tensors_of(
         as_plain = strides == strides_of(tensor, shape, dtype) and not shifted
         size = math.prod(shape) * DTYPES[dtype].item_bytes
         spared = sparing and tensor.access == "read" and as_plain
+        usual = tensor.name not in changed
         wanted.append(
             Wanted(
                 name=tensor.name,

@@ -18,10 +18,10 @@ from typing import Any, Self
 from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge.evaluation import Grade
 from patcher.bench.judge.memory_file import CAPACITY
-from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.judge.zygote import Limits, RunnerFailure, Zygote
 from patcher.bench.ops.contract import Point
 
 BUSY_FACTOR = 3.0

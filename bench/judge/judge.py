@@ -25,10 +25,10 @@ from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
-from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
 from patcher.bench.judge.tripwires import Tripwires
-from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.judge.zygote import Limits, RunnerFailure, Zygote
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.ops.contract import Sweep

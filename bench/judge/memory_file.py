@@ -10,13 +10,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
-from patcher.bench.judge.blob import Bytes, Layout, as_slot
+from patcher.bench.judge.blob import Bytes, Layout
 
 CAPACITY = 2 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
@@ -34,14 +33,19 @@ def memory_file(name: str, capacity: int = CAPACITY) -> int:
     return descriptor
 
 
-def write_at_start(descriptor: int, data: Bytes) -> None:
-    """Write all of the data.
+def require_room(size: int) -> None:
+    """Check that one command may have that many bytes.
 
     Raises:
         ValueError: it exceeds `CAPACITY`, which `judge.planning` should prevent.
     """
-    if data.nbytes > CAPACITY:
-        raise ValueError(f"{data.nbytes} bytes for one command, at most {CAPACITY} allowed")
+    if size > CAPACITY:
+        raise ValueError(f"{size} bytes for one command, at most {CAPACITY} allowed")
+
+
+def write_at_start(descriptor: int, data: Bytes) -> None:
+    """Write all of the data; see `require_room`."""
+    require_room(data.nbytes)
     view, at = data.data.cast("B"), 0
     while at < data.nbytes:
         at += os.pwrite(descriptor, view[at:], at)
@@ -78,8 +82,32 @@ class Left:
     """Whether something changed after the call had returned; the blocks are from before."""
 
 
+class SentSets:
+    """The judge's view of a file in memory that a runner only reads.
+
+    Values are written where the runner reads them, with no copy on the way. The judge reads nothing
+    back from it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = descriptor
+        self._memory: mmap.mmap | None = None
+
+    def rows(self, sets: int, set_bytes: int) -> Bytes:
+        """The first bytes as [sets, set_bytes], to be filled; see `require_room`."""
+        require_room(sets * set_bytes)
+        if self._memory is None:
+            self._memory = mmap.mmap(self._file, 0)
+        data = np.frombuffer(self._memory, dtype=np.uint8, count=sets * set_bytes)
+        return data.reshape(sets, set_bytes)
+
+    def close(self) -> None:
+        """Give the memory back, once nobody holds rows."""
+        self._memory = None
+
+
 class SharedSets:
-    """The judge's view of a file in memory that holds the sets of a runner.
+    """The judge's view of a file in memory that holds the sets of a runner on a CPU.
 
     Each set begins at a page, and the runner maps each by itself.
     """
@@ -88,43 +116,21 @@ class SharedSets:
         self._file = descriptor
         self._memory: mmap.mmap | None = None
 
-    def write(
-        self,
-        plan: Layout,
-        data: Bytes,
-        values: Sequence[Mapping[str, Tensor]],
-        only: slice = slice(None),
-    ) -> None:
-        """Fill the sets, or some.
-
-        Args:
-            plan: layout of a set.
-            data: sent bytes, uint8 of shape [sets, sent_bytes].
-            values: the values of each set; those are written that are not sent.
-            only: the sets to fill.
-        """
-        sets = self._view(plan, len(data))[only]
-        sets[:, : plan.sent_bytes] = data[only]
-        for slot in plan.slots:
-            if slot.travel == "mixed":
-                part = slice(slot.offset, slot.offset + slot.slot_bytes)
-                for row, each in zip(sets, values[only], strict=True):
-                    row[part] = as_slot(slot, each[slot.name]).numpy()
-
     def left(self, plan: Layout, count: int) -> Left:
         """What `count` sets hold; the runner must be stopped."""
-        sets = self._view(plan, count)
+        sets = self.rows(plan, count)
         return Left(sets[:, : plan.returned_bytes].copy(), whole=sets)
 
     def kept(self, plan: Layout, count: int, order: Sequence[int]) -> Left:
         """The same, for a runner that kept the sets of `order` as their calls left them."""
         left = self.left(plan, count)
-        kept = self._view(plan, 2 * count)[count:, : plan.returned_bytes]
+        kept = self.rows(plan, 2 * count)[count:, : plan.returned_bytes]
         late = not np.array_equal(kept[order], left.blocks[order])
         left.blocks[order] = kept[order]
         return replace(left, late=late)
 
-    def _view(self, plan: Layout, count: int) -> Bytes:
+    def rows(self, plan: Layout, count: int) -> Bytes:
+        """The bytes of the sets, [count, set_bytes], to be filled while the runner is stopped."""
         pitch = -(-plan.set_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = max(pitch * count, mmap.PAGESIZE)
         if self._memory is None or len(self._memory) < size:

@@ -24,6 +24,7 @@ from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
     Left,
+    SentSets,
     SharedSets,
     memory_file,
     read_from_start,
@@ -31,6 +32,7 @@ from patcher.bench.judge.memory_file import (
 )
 from patcher.bench.judge.zygote import (
     ForgedReplyError,
+    Limits,
     RunnerFailure,
     Zygote,
     caches,
@@ -39,23 +41,13 @@ from patcher.bench.judge.zygote import (
 )
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import parse_json
-from patcher.bench.sandbox import WATCH_S, remove_folder
+from patcher.bench.sandbox import WATCH_S, OverLimitError, demand_within, remove_folder
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one runner."""
-
-    reply_s: float = 30.0
-    """Time limit in seconds of a command, unless the command sets its own."""
-    memory_bytes: int = 16 << 30
-    """Memory limit in bytes of all its processes together."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,8 @@ class Runner:
         # opened before any foreign code, which can put another file, a link or a pipe in its place
         made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(self.folder / "log", made, 0o600)
+        self.sent = SentSets(self._files[0])
+        """On CUDA: what the next command reads of buffer sets."""
         self.sets = SharedSets(self._files[1])
         """On a CPU: the buffer sets."""
         commands, self._commands = os.pipe()
@@ -140,6 +134,7 @@ class Runner:
         finally:
             for descriptor in (commands, replies, inputs):
                 os.close(descriptor)
+        self._kin = tree.Kinship(self._pid)
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +163,8 @@ class Runner:
         device = self._zygote.device
         told = {"device": device, "threads": threads, "portable": portable}
         try:
-            reply = self.command("start", START_S, **told)
+            environment = self.limits.compilers(cpus)
+            reply = self.command("start", START_S, environment=environment, **told)
         except RunnerFailure as failure:
             reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
@@ -312,8 +308,9 @@ class Runner:
             return
         self._watched = time.monotonic()
         try:
-            tree.demand_within(self.limits.memory_bytes, self._pid, self.folder, self._files)
-        except tree.OverLimitError as error:
+            pids = self._kin.descendants()
+            demand_within(self.limits.memory_bytes, pids, self.folder, self._files)
+        except OverLimitError as error:
             self.kill()
             raise RunnerFailure(f"{error} (killed)", kind="Memory") from None
 
@@ -339,6 +336,7 @@ class Runner:
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
         self.kill()
+        self.sent.close()
         for descriptor in (self._commands, self._replies, self._log, *self._files):
             os.close(descriptor)
         remove_folder(self.folder)

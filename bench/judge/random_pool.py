@@ -63,15 +63,15 @@ class RandomPool:
     def _part(self, slot: Slot) -> str:
         return ANY if slot.name in self._anything else f"{slot.name} {slot.dtype} {slot.shape}"
 
-    def holds(self, plan: Layout) -> bool:
-        """Whether each mixed tensor has its part: weights have one by shape, since an op may scale
+    def lacks(self, plan: Layout) -> set[str]:
+        """The mixed tensors that have no part: weights have one by shape, since an op may scale
         them by a size, and shapes that are drawn anew have none.
         """
-        return all(self._part(slot) in self._parts for slot in mixed(plan))
+        return {slot.name for slot in mixed(plan) if self._part(slot) not in self._parts}
 
     def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
-        """A buffer for the sent bytes, [sets, set_bytes]. It is reused once `user` is gone, since
-        new memory costs more than writing to it.
+        """A buffer for the bytes that come back, [sets, set_bytes]. It is reused once `user` is
+        gone, since new memory costs more than writing to it.
         """
         size = sets * set_bytes
         fitting = [at for at, room in enumerate(self._rooms) if room.nbytes >= size]

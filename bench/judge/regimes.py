@@ -55,6 +55,17 @@ def targets(op: Op, regime: str) -> list[str]:
     return names if regime in EACH and not own and len(names) > 1 else []
 
 
+def changed(op: Op, regime: str, only: str = "") -> set[str]:
+    """Tensors whose values may be others in a regime than in `normal`."""
+    if regime == "normal":
+        return set()
+    if regime in op.inputs.REGIMES:
+        return {tensor.name for tensor in op.contract.tensors}
+    if regime == EXACT:
+        return set(op.contract.accuracy.exact)
+    return {only} if only else set(free(op))
+
+
 def make(
     op: Op, point: Point, seed: int, regime: str, device: str, only: str = ""
 ) -> dict[str, Tensor]:
@@ -86,8 +97,10 @@ def _made(value: Tensor, regime: str, chooser: random.Random, dtype: Dtype) -> T
             return torch.ones_like(value)
         case "one_hot":
             hot = torch.zeros_like(value)
-            for row in hot.view(-1, hot.shape[-1]):
-                row[chooser.randrange(row.numel())] = 1.0
+            rows = hot.view(-1, hot.shape[-1])
+            chosen = [chooser.randrange(rows.shape[1]) for _ in range(len(rows))]
+            # in one step, since a row at a time takes as many launches of a kernel
+            rows[torch.arange(len(rows)), torch.tensor(chosen, dtype=torch.int64)] = 1.0
             return hot
         case "negative_zero":
             return torch.where(value > 0, value, torch.full_like(value, -0.0))

@@ -8,7 +8,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from patcher.bench.judge.blob import Bytes, Layout, as_slot, read_set, strayed, write_set
+from patcher.bench.judge import regimes
+from patcher.bench.judge.blob import (
+    Bytes,
+    Layout,
+    as_slot,
+    holds,
+    read_set,
+    strayed,
+    write_set,
+    write_slot,
+)
 from patcher.bench.judge.cases import (
     Case,
     Expected,
@@ -19,6 +29,7 @@ from patcher.bench.judge.cases import (
     value_problem,
 )
 from patcher.bench.judge.memory_file import Left
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool, Recipe
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
@@ -35,20 +46,44 @@ class CallSets:
     recipes: list[list[Recipe]]
     """For each set, the recipe of each mixed tensor."""
     data: Bytes = field(init=False)
-    """[sets, sent_bytes]."""
+    """The bytes that come back, as they are sent: [sets, returned_bytes]."""
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
-        """Cases of one shape, placement and regime, with their values on the device."""
+        """Cases of one shape, placement and regime, of the same tensors, with their values on the
+        device.
+        """
         first = cases[0]
-        plan = tensors_of(op, first.point, first.placed, usual=first.regime == "normal")
-        if not stock.holds(plan):
-            plan = tensors_of(op, first.point, first.placed, usual=False)
+        changed = regimes.changed(op, first.regime, first.only)
+        plan = tensors_of(op, first.point, first.placed, changed=changed)
+        if lacking := stock.lacks(plan):
+            plan = tensors_of(op, first.point, first.placed, changed=changed | lacking)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)
-        sets.data = packed(op, plan, inputs, stock.room(len(cases), plan.sent_bytes, sets))
+        sets.data = packed(op, plan, inputs, stock.room(len(cases), plan.returned_bytes, sets))
         return sets
+
+    def write(self, rows: Bytes, only: slice = slice(None)) -> None:
+        """Fill sets, or some, as far as the rows reach.
+
+        Args:
+            rows: uint8 of shape [sets, sent_bytes] or [sets, set_bytes].
+            only: the sets to fill.
+        """
+        for row, head, values in zip(rows[only], self.data[only], self.inputs[only], strict=True):
+            row[: len(head)] = head
+            for slot in self.plan.watched:
+                if slot.offset < len(row):
+                    write_slot(slot, row, values[slot.name])
+
+    def send(self, runner: Runner) -> None:
+        """CUDA: write all that the runner's next command reads."""
+        self.write(runner.sent.rows(len(self.cases), self.plan.sent_bytes))
+
+    def fill(self, runner: Runner, only: slice = slice(None)) -> None:
+        """On a CPU: write sets, or some, into the buffers of the stopped runner."""
+        self.write(runner.sets.rows(self.plan, len(self.cases)), only)
 
     def told(self) -> dict[str, Any]:
         """Arguments of a command about them, besides the bytes."""
@@ -72,8 +107,7 @@ class CallSets:
     ) -> tuple[str, str] | None:
         """The same, with known correct values."""
         spared = sorted(set(range(len(self.cases))) - set(called))
-        size = self.plan.returned_bytes
-        if not np.array_equal(left.blocks[spared], self.data[spared, :size]):
+        if not np.array_equal(left.blocks[spared], self.data[spared]):
             return "guards", "wrote to buffers of a call that was never made"
         if found := self._guard_problem(left, called):
             return "guards", found
@@ -107,14 +141,8 @@ class CallSets:
     def _watched_problem(self, whole: Bytes) -> str | None:
         """Changes of tensors that are only read, and around them, in sets that the judge sees."""
         for slot in self.plan.watched:
-            part = slice(slot.offset, slot.offset + slot.slot_bytes)
-            for row, sent, values in zip(whole, self.data, self.inputs, strict=True):
-                right = (
-                    sent[part]
-                    if slot.travel == "checked"
-                    else as_slot(slot, values[slot.name]).numpy()
-                )
-                if not np.array_equal(row[part], right):
+            for row, values in zip(whole, self.inputs, strict=True):
+                if not holds(slot, row, values[slot.name]):
                     return (
                         f"changed {slot.name}, which the contract says is only read, or around it"
                     )
@@ -147,11 +175,11 @@ class CallSets:
 
 
 def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
-    """Input sets as the runner reads them: [sets, sent_bytes], with poison in tensors that are only
-    written.
+    """The part of input sets that comes back, [sets, returned_bytes], with poison in tensors that
+    are only written.
     """
     read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
-    data = np.empty((len(sets), plan.sent_bytes), dtype=np.uint8) if room is None else room
+    data = np.empty((len(sets), plan.returned_bytes), dtype=np.uint8) if room is None else room
     for row, values in zip(data, sets, strict=True):
         write_set(plan, row, {name: values[name] for name in read})
     return data

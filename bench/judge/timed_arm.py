@@ -128,7 +128,7 @@ class TimedArm:
                 self.runner.clocked("go", timeout_s)
                 return
             self.stock.lend(self.runner)
-            self.runner.send(sets.data)
+            sets.send(self.runner)
             self.runner.command("call", timeout_s, **sets.told(), order=[0, 1])
             if self.device == "cuda":
                 self._refuse_persisting(self.runner.command("capture", timeout_s, **sets.told()))
@@ -176,7 +176,7 @@ class TimedArm:
         self.runner.clocked("go", empty=True)
         if not self.checked:
             self.empty.add(self.runner.clocked("go", empty=True)[1])
-        self.runner.sets.write(sets.plan, sets.data, sets.inputs)
+        sets.fill(self.runner)
         block = self._gone(len(order))
         return block, self.runner.sets.left(sets.plan, len(sets.cases)) if self.checked else None
 
@@ -190,7 +190,7 @@ class TimedArm:
             if not self.checked:
                 self.empty.add(spent)
             here = slice(index, index + 1)
-            self.runner.sets.write(sets.plan, sets.data, sets.inputs, here)
+            sets.fill(self.runner, here)
             return self._gone(1, only=index)
 
     def _gone(self, calls: int, **which: int) -> TimedBlock:
@@ -222,7 +222,7 @@ class TimedArm:
             self.runner.stop()  # until its next command
         if self.idle is not None and (found := self.idle(runner)):
             raise WrongCall("guards", found)
-        runner.send(sets.data)
+        sets.send(runner)
         if mode == "eager":
             runner.command("ready", **sets.told(), order=order)
             reply = runner.command("go")
@@ -257,7 +257,7 @@ def make_ready(runner: Runner, sets: CallSets, order: list[int]) -> None:
     """On a CPU: prepare calls of the sets of `order`, stop the runner, and fill its buffers."""
     runner.command("ready", **sets.told(), order=order)
     runner.stop()
-    runner.sets.write(sets.plan, sets.data, sets.inputs)
+    sets.fill(runner)
 
 
 def fresh_sets(

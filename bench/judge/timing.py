@@ -283,7 +283,7 @@ class TimingSession:
         batch = self._fresh(point, sets)
         index = self.draw.random.randrange(sets)
         unlike = [i for i in range(sets) if batch.cases[i].seed != batch.cases[index].seed]
-        runner.send(batch.data)
+        batch.send(runner)
         runner.command(
             "follow",
             load_timeout_s,

@@ -24,7 +24,13 @@ from patcher.bench.judge.sets import packed
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 from patcher.bench.records import parse_json
-from patcher.bench.sandbox import communicate, plain_file, strangers_folder
+from patcher.bench.sandbox import (
+    OverLimitError,
+    communicate,
+    demand_within,
+    plain_file,
+    strangers_folder,
+)
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built
@@ -243,13 +249,16 @@ def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
 
 def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int, folder: Path) -> str:
     """Wait for the end; return why the process must be stopped, or an empty string."""
+    kin = tree.Kinship(running.pid)
     try:
         communicate(
-            running, limit_s, watch=lambda: tree.demand_within(memory_bytes, running.pid, folder)
+            running,
+            limit_s,
+            watch=lambda: demand_within(memory_bytes, kin.descendants(), folder),
         )
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:g} s"
-    except tree.OverLimitError as error:
+    except OverLimitError as error:
         return str(error)
     return ""
 

@@ -157,7 +157,7 @@ class Trial:
                 self.runner.clocked("go", limit, keep=True)
                 return self.runner.sets.kept(sets.plan, count, order)
             self.stock.lend(self.runner)
-            self.runner.send(sets.data)
+            sets.send(self.runner)
             self.runner.command("call", limit, **sets.told(), order=list(range(count)))
             return self.runner.left("hand", sets.plan, count)
         except RunnerFailure as failure:

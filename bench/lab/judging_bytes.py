@@ -15,6 +15,7 @@ import torch
 from patcher.bench.judge.cases import Secrets, correctness_cases, expect, tensors_of
 from patcher.bench.judge.planning import LARGE_BYTES, block_sets
 from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.regimes import changed
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import fresh
 from patcher.bench.judge.trial import AFTER
@@ -41,11 +42,13 @@ def judging_bytes() -> None:
 def _print_bytes(op: Op) -> None:
     sweep = op.sweep("cuda")
     cases = correctness_cases(op, sweep, Secrets(1))
-    once = [(case.point, case.placed, 1) for case in (*cases, *cases[:AFTER])]
-    once += [(point, "plain", 3) for point in (sweep.points()[0], sweep.points()[-1])]
+    once = [
+        (1, tensors_of(op, each.point, each.placed, changed=changed(op, each.regime, each.only)))
+        for each in (*cases, *cases[:AFTER])
+    ]
+    once += [(3, tensors_of(op, point)) for point in (sweep.points()[0], sweep.points()[-1])]
     drawn = sent = returned = 0
-    for point, placed, sets in once:
-        plan = tensors_of(op, point, placed)
+    for sets, plan in once:
         drawn += sets * plan.set_bytes
         sent += sets * plan.sent_bytes
         returned += sets * plan.returned_bytes

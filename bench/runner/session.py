@@ -48,13 +48,16 @@ class Session(Carrying):
         self.late: Any = None
         self.probe: Any = None
 
-    def do_start(self, device: str, threads: int | None, portable: bool = False) -> dict[str, Any]:
+    def do_start(
+        self, device: str, threads: int | None, portable: bool, environment: dict[str, str]
+    ) -> dict[str, Any]:
         """Initialise the device, before any foreign code.
 
         With `portable`, calls that are captured later can be handed over to another process.
         """
         import torch
 
+        os.environ.update(environment)
         torch.manual_seed(0)
         self.device = device
         self.mixer = Mixer()

@@ -1,30 +1,52 @@
-"""The tree of processes below a process: signals, CPU time, and what it holds, from `/proc`."""
+"""The tree of processes below a process: signals and CPU time, from `/proc`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-CHANNEL_BYTES = 416 << 10
-"""Most bytes that wait in a pipe or a socket, by the kernel's defaults. A user's pipes hold 64 MiB
-together, and little more."""
-MOST_ENTRIES = 1 << 16
-"""Of a folder: files and folders that are counted."""
 
 
 def descendants(pid: int) -> set[int]:
     """Ids of a process and all its descendants; empty if it has ended."""
+    return below(pid, parents())
+
+
+def innermost(pid: int) -> int:
+    """The process at the end of a chain of only children, such as a confined program's."""
+    children = children_of(parents())
+    while pid in children:
+        pid = children[pid][0]
+    return pid
+
+
+def parents() -> dict[int, int]:
+    """The parent of each process, by their ids."""
+    found = {int(name): parent_of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: parent for pid, parent in found.items() if parent is not None}
+
+
+def parent_of(pid: int) -> int | None:
+    """Id of a process' parent; None if it has ended."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def children_of(parents: Mapping[int, int]) -> dict[int, list[int]]:
+    """The children of each process that has any."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
-            children.setdefault(int(fields[1]), []).append(int(name))
-    pids, todo = set[int](), [pid] if _stat(pid) else []
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    return children
+
+
+def below(pid: int, parents: Mapping[int, int]) -> set[int]:
+    """A process and all its descendants, by the parents of all; empty if it is not there."""
+    children, pids = children_of(parents), set[int]()
+    todo = [pid] if pid in parents else []
     while todo:
         each = todo.pop()
         pids.add(each)
@@ -32,11 +54,55 @@ def descendants(pid: int) -> set[int]:
     return pids
 
 
-def innermost(pid: int) -> int:
-    """The process at the end of a chain of only children, such as a confined program's."""
-    below = descendants(pid) - {pid}
-    children = [each for each in below if (fields := _stat(each)) and int(fields[1]) == pid]
-    return innermost(children[0]) if children else pid
+class Kinship:
+    """Tells the descendants of a process from all others, of which each is looked at once.
+
+    A process that is no descendant never becomes one: a new parent is always an ancestor of the
+    former. A process that got the id of another has another folder in `/proc`, by its inode.
+
+    Args:
+        pid: the root.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._root = pid
+        self._strangers: dict[int, int] = {}
+        """Inodes of the folders of those that are no descendants, by their ids."""
+
+    def descendants(self) -> set[int]:
+        """Ids of the process and all its descendants; empty if it has ended."""
+        strangers: dict[int, int] = {}
+        inodes: dict[int, int] = {}
+        parents: dict[int, int] = {}
+        with os.scandir("/proc") as entries:
+            for entry in entries:
+                if not entry.name.isdigit():
+                    continue
+                pid, inode = int(entry.name), entry.inode()
+                if self._strangers.get(pid) == inode:
+                    strangers[pid] = inode
+                elif (parent := parent_of(pid)) is not None:
+                    inodes[pid], parents[pid] = inode, parent
+        found = below(self._root, parents)
+        for pid in parents.keys() - found:
+            if _comes_from_elsewhere(pid, parents, strangers):
+                strangers[pid] = inodes[pid]
+        self._strangers = strangers
+        return found
+
+
+def _comes_from_elsewhere(
+    pid: int, parents: Mapping[int, int], strangers: Mapping[int, int]
+) -> bool:
+    """Whether a process that is not below the root has ancestors up to the first, or to a stranger.
+
+    One whose parent ended while all were looked at may be below the root all the same.
+    """
+    for _ in parents:
+        if pid not in parents:
+            break
+        pid = parents[pid]
+    return pid == 0 or pid in strangers
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -184,105 +250,6 @@ def _threads(pids: Iterable[int]) -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             threads += map(int, os.listdir(f"/proc/{each}/task"))
     return threads
-
-
-class OverLimitError(Exception):
-    """A process tree holds more than it may; the message says what, without its subject's name."""
-
-
-def demand_within(
-    most_bytes: int, pid: int, folder: Path | None = None, files: Iterable[int] = ()
-) -> None:
-    """Check what a process tree holds.
-
-    That is: the memory that it maps with its page tables, files in memory and files without a name
-    that are open in it, the most that its pipes and sockets may hold, and its folder. `rlimit`s
-    count each process alone, and only what it maps.
-
-    Args:
-        most_bytes: its limit.
-        pid: its root.
-        folder: a folder that it may write to.
-        files: descriptors of ours, of files in memory that it may write to.
-
-    Raises:
-        OverLimitError: it holds more, or its folder cannot be measured.
-    """
-    mapped, shared, channels = 0, 0, set[str]()
-    held: dict[tuple[int, int], int] = {}
-    for each in map(os.fstat, files):
-        held[each.st_dev, each.st_ino] = each.st_blocks * 512
-    for process in descendants(pid):
-        sizes = _status_bytes(process)
-        mapped += sizes.get("VmRSS", 0) + sizes.get("VmPTE", 0)
-        shared += sizes.get("RssShmem", 0)
-        for path, target in _descriptors(process):
-            if target.startswith(("pipe:", "socket:")):
-                channels.add(target)
-            elif target.endswith(" (deleted)") and (about := _about(path)):
-                held[about.st_dev, about.st_ino] = about.st_blocks * 512
-    if folder is not None:
-        for about in _entries(folder):
-            held[about.st_dev, about.st_ino] = about.st_blocks * 512
-    # what is mapped of files in memory is among what is mapped
-    used = mapped + max(sum(held.values()) - shared, 0) + len(channels) * CHANNEL_BYTES
-    if used > most_bytes:
-        raise OverLimitError(
-            f"it took {used / 2**30:.1f} GiB of memory, {most_bytes / 2**30:.1f} allowed"
-        )
-
-
-def _status_bytes(pid: int) -> dict[str, int]:
-    """Sizes in bytes of `/proc/PID/status`; empty if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    words = [line.split() for line in lines if line.endswith(" kB")]
-    return {word[0].rstrip(":"): int(word[1]) << 10 for word in words}
-
-
-def _descriptors(pid: int) -> Iterator[tuple[str, str]]:
-    """Path and target of each open descriptor, as far as this user may see them."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return  # it has ended, or belongs to a user whose processes we may not look at
-    for name in names:
-        try:
-            yield f"{folder}/{name}", os.readlink(f"{folder}/{name}")
-        except OSError:
-            continue  # it was closed
-
-
-def _about(path: str) -> os.stat_result | None:
-    """Facts of a plain file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None  # it was closed
-    return found if stat.S_ISREG(found.st_mode) else None
-
-
-def _entries(folder: Path) -> Iterator[os.stat_result]:
-    todo, count = [str(folder)], 0
-    while todo:
-        try:
-            with os.scandir(todo.pop()) as entries:
-                for entry in entries:
-                    if (count := count + 1) > MOST_ENTRIES:
-                        raise OverLimitError(f"its folder holds over {MOST_ENTRIES:,} files")
-                    try:
-                        yield entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        todo.append(entry.path)
-        except FileNotFoundError:
-            continue  # it was removed
-        except OSError as error:
-            raise OverLimitError(f"its folder cannot be measured: {error.strerror}") from None
 
 
 def _stat(pid: int) -> list[str] | None:

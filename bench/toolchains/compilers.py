@@ -18,8 +18,15 @@ from pydantic import Field
 from patcher.bench.machine.environment import cpu_instructions
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.records import Record
-from patcher.bench.sandbox import Excerpt, communicate, plain_file, strangers_folder
-from patcher.bench.sandbox.process_tree import OverLimitError, demand_within
+from patcher.bench.sandbox import (
+    Excerpt,
+    OverLimitError,
+    communicate,
+    demand_within,
+    plain_file,
+    strangers_folder,
+)
+from patcher.bench.sandbox.process_tree import Kinship
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0
@@ -148,9 +155,12 @@ def run_compiler(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    kin = Kinship(process.pid)
     try:
         output, _ = communicate(
-            process, timeout_s, watch=lambda: demand_within(MEMORY_BYTES, process.pid, folder)
+            process,
+            timeout_s,
+            watch=lambda: demand_within(MEMORY_BYTES, kin.descendants(), folder),
         )
     except subprocess.TimeoutExpired:
         return 124, f"the compiler was stopped after {timeout_s:g} s"

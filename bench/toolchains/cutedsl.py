@@ -7,7 +7,6 @@ result, so only the judge's runner decides, on a GPU.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.toolchains import Built, Missing
 from patcher.bench.toolchains.compilers import CompileJob, compiled
 from patcher.bench.toolchains.native import cuda_arch
-from patcher.bench.toolchains.python import TorchToolchain
+from patcher.bench.toolchains.python import TorchToolchain, installed
 
 PACKAGE = "nvidia-cutlass-dsl"
 _CHECK = "cutedsl_check.py"
@@ -33,9 +32,7 @@ class CuteDslToolchain(TorchToolchain):
             importlib.metadata.version(PACKAGE)  # `cutlass` alone may be another project's
         except importlib.metadata.PackageNotFoundError:
             return Missing(reason=f"{PACKAGE} is not installed", fix=f"pip install {PACKAGE}")
-        if (
-            importlib.util.find_spec("cutlass") is None
-        ):  # a .pth file of the package makes it importable
+        if not installed("cutlass"):  # a .pth file of the package makes it importable
             return Missing(
                 reason=f"{PACKAGE} is installed, but `import cutlass` fails",
                 fix=f"pip install --force-reinstall {PACKAGE}",

@@ -12,8 +12,7 @@ from patcher.bench.judge import device_code
 from patcher.bench.judge.blob import Bytes, Wanted, layout
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import Evaluation, Grade, Outcome
-from patcher.bench.judge.process import Limits
-from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.judge.zygote import Limits, RunnerFailure
 from patcher.bench.ops.contract import Point
 
 HANDED = {"document": [3, 4], "sets": [1 << 45, 64], "notes": []}

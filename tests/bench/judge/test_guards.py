@@ -17,12 +17,13 @@ from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
-from patcher.bench.judge.process import Limits, Runner, Spent
+from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
-from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, Zygote, placed
+from patcher.bench.judge.zygote import ForgedReplyError, Limits, RunnerFailure, Zygote, placed
 from patcher.bench.ops.op import Op
+from patcher.bench.sandbox import WATCH_S
 from patcher.bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")
@@ -191,6 +192,8 @@ def refused(zygote: Zygote, source: str, calls: int = 1) -> RunnerFailure:
         try:
             for _ in range(calls):
                 called(runner)
+            time.sleep(1.5 * WATCH_S)  # so that a look at it is due, however fast the calls were
+            called(runner)
         except RunnerFailure as failure:
             return failure
     raise AssertionError("nothing came of it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ import torch
 
 from patcher import bench
 from patcher.bench import Candidate, Evaluation, Language, Outcome
-from patcher.bench.judge import JudgeSettings, cases, open_judge, planning
+from patcher.bench.judge import JudgeSettings, cases, open_judge, planning, regimes
 from patcher.bench.judge import random_pool as stock
 from patcher.bench.judge.cases import Case, Secrets, tensors_of
 from patcher.bench.judge.judge import Judge
-from patcher.bench.judge.process import Left
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import fresh, fresh_sets
@@ -161,8 +162,10 @@ def test_a_call_in_a_wider_dtype_that_does_not_fit_is_refused_too(
 ) -> None:
     norm = bench.load_op("fused_add_rms_norm")
     sweep = norm.sweep("cuda")  # in bfloat16; the op takes float32, too
+    every = [tensor.name for tensor in norm.contract.tensors]
     sent = [
-        tensors_of(norm, point, usual=False).sent_bytes for point in cases.shapes_tried(norm, sweep)
+        tensors_of(norm, point, changed=every).sent_bytes
+        for point in cases.shapes_tried(norm, sweep)
     ]
     monkeypatch.setattr(planning, "CAPACITY", max(sent))
     monkeypatch.setattr(planning, "FEWEST_LARGE", 1)
@@ -269,7 +272,46 @@ def test_weights_of_a_block_are_not_those_of_another(judge: Judge, key: str, rig
     )
     assert (found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)) is right, found.failed_checks
     assert tensors_of(LINEAR, BY_ROW).slots[1].travel == "mixed"
-    assert tensors_of(LINEAR, BY_ROW, usual=False).slots[1].travel == "checked"
+    assert tensors_of(LINEAR, BY_ROW, changed=["weight"]).slots[1].travel == "checked"
+
+
+def test_weights_are_sent_only_in_cases_that_change_their_values(small_is_large: None) -> None:
+    """What a case says to change is what the runner finds changed, whichever way it travels."""
+    draw = Secrets(4)
+    sweep = LINEAR.sweep("cpu")
+    pool, spared = RandomPool(LINEAR, sweep, "cpu", draw), 0
+    for case in cases.correctness_cases(LINEAR, sweep, draw):
+        [values] = (sets := CallSets.made(LINEAR, [case], "cpu", pool)).inputs
+        weight = sets.plan.slots[1]
+        whole = weight.travel != "mixed"
+        changed = "weight" in regimes.changed(LINEAR, case.regime, case.only)
+        if changed:
+            assert whole, case.label()
+            plain = cases.make_inputs(LINEAR, case, "cpu")["weight"]
+            assert torch.equal(values["weight"].view(torch.uint8), plain.view(torch.uint8))
+        elif not whole:
+            assert values["weight"].isfinite().all()
+            spread = float(values["weight"].double().std())
+            assert spread == pytest.approx(math.prod(weight.shape[1:]) ** -0.5, rel=0.3)
+        if case.only in ("x", "bias") and not pool.lacks(tensors_of(LINEAR, case.point)):
+            spared += not whole
+            assert not whole, case.label()
+    assert spared >= len(regimes.EACH)
+
+
+def test_each_regime_says_which_values_it_changes() -> None:
+    point = LINEAR.sweep("cpu").points()[0]
+    for regime in regimes.regimes_of(LINEAR):
+        for only in ("", *regimes.targets(LINEAR, regime)):
+            normal = regimes.make(LINEAR, point, 7, "normal", "cpu")
+            made = regimes.make(LINEAR, point, 7, regime, "cpu", only)
+            differ = {
+                name
+                for name, value in made.items()
+                if not torch.equal(value.view(torch.uint8), normal[name].view(torch.uint8))
+            }
+            assert differ <= regimes.changed(LINEAR, regime, only), (regime, only)
+            assert bool(differ) == (regime != "normal")
 
 
 @pytest.mark.parametrize("size", [4, 4 * WIDTH - 4, 4 * WIDTH, 3 * 4 * WIDTH + 20])
