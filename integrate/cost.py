@@ -10,7 +10,7 @@ import ctypes
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ def operator_cost(device: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def _ns_in_turn(call: Callable[..., object], calls: list[tuple[torch.Tensor, ...]]) -> float:
+def _ns_in_turn(call: Callable[..., object], calls: Sequence[tuple[torch.Tensor, ...]]) -> float:
     begin = time.perf_counter_ns()
     for args in calls:
         call(*args)

@@ -101,7 +101,7 @@ def test_compiled_code_gives_weights_as_plain_tensors(config: Any) -> None:
 
     dispatch = dispatcher("linear", run, guards_of("linear", T=torch.float32))
     with patched("linear", dispatch):
-        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+        compiled: Any = torch.compile(layer, fullgraph=True, dynamic=True)
         torch.testing.assert_close(compiled(x), x @ layer.weight.t())
     assert type(layer.weight) is not torch.nn.Parameter
     assert seen == {torch.Tensor}
