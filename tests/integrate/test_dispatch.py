@@ -26,7 +26,7 @@ from dispatch_sample import (
 from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards, kernel
 
-from patcher.integrate import CallCounters, Receipt, read_receipts
+from patcher.integrate import CallCounters, Receipt, cost, read_receipts
 from patcher.integrate.counts import GraphWatch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import CallGuards, TensorGuard
@@ -500,3 +500,12 @@ def test_what_is_too_large_to_copy_is_written_where_it_is(monkeypatch: pytest.Mo
     assert seen[0] == own[0], "64 bytes a tensor: not copied"
     assert seen[1][:2] != own[1][:2]
     assert seen[1][2] == own[1][2], "only read: not copied"
+
+
+def test_the_cost_of_an_operator_is_of_calls_that_all_run_or_all_fall_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost, "PAIRS", 2)
+    few, many = (cost.operator_cost("cpu", tokens) for tokens in (8, 2 * cost.MOST_TOKENS))
+    assert few["falls_back"] == {}
+    assert many["falls_back"] == {"tokens above 32": (3 + 2) * many["calls"]}
