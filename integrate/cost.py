@@ -1,4 +1,8 @@
-"""Measure the cost of dispatch per call and per graph: `python -m patcher.integrate.cost`."""
+"""Measure the cost of dispatch per call and per graph: `python -m patcher.integrate.cost`.
+
+A call in an engine's compiled code goes through the dispatcher's operator. Its cost is measured
+over layers with matmuls of several shapes, whose calls follow each other as in a model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import ctypes
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +94,90 @@ def call_cost(device: str, strict: bool) -> dict[str, Any]:
     }
 
 
+LAYERS = 30
+MATMULS = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+"""Outer and inner sizes of the matmuls of a layer of SmolLM2-135M, in the order of its calls."""
+MOST_TOKENS = 32
+"""Of the guards; a call with more falls back."""
+
+
+def no_matmul(
+    x: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
+) -> None:
+    """An empty matmul, of the patch and of the engine."""
+
+
+def by_rows(
+    x: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The contract's arguments from those of the operator of vLLM's point `linear`."""
+    return x, columns.t(), bias, output
+
+
+def operator_cost(device: str, tokens: int) -> dict[str, Any]:
+    """Time per call (ns) of the operator that vLLM's point `linear` puts into compiled code, beyond
+    a direct call of an empty function, over all layers of a model in turn.
+
+    Args:
+        device: of the tensors.
+        tokens: rows of x; above `MOST_TOKENS` each call falls back.
+    """
+    guards = CallGuards(
+        device=device,
+        tensors=(
+            TensorGuard("x", ("tokens", "inner"), "T", mutated=False, layout="rows", alignment=16),
+            TensorGuard("weight", ("outer", "inner"), "T", mutated=False, alignment=16),
+            TensorGuard("bias", ("biased",), "T", mutated=False),
+            TensorGuard("output", ("tokens", "outer"), "T", mutated=True, alignment=16),
+        ),
+        scalars=(),
+        dtypes=({"T": torch.bfloat16},),
+        axes={"tokens": AxisBounds(maximum=MOST_TOKENS)},
+    )
+    through = Dispatcher("cost", no_matmul, guards, CallCounters("id", "cost"), strict=False)
+    operator = through.op(no_matmul, by_rows)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    calls = [
+        (zeros(tokens, inner), zeros(outer, inner).t(), zeros(0), zeros(tokens, outer))
+        for _ in range(LAYERS)
+        for outer, inner in MATMULS
+    ]
+    try:
+        with torch.inference_mode():
+            for _ in range(3):
+                _ns_in_turn(operator, calls)
+            pairs = []
+            for pair in range(PAIRS):
+                order = [no_matmul, operator] if pair % 2 else [operator, no_matmul]
+                times = {call: _ns_in_turn(call, calls) for call in order}
+                pairs.append((times[no_matmul], times[operator]))
+    finally:
+        through.close()
+    difference = [slow - fast for fast, slow in pairs]
+    return {
+        "operator": "linear, 4 shapes in turn",
+        "device": device,
+        "tokens": tokens,
+        "falls_back": dict(through.book.fallbacks),
+        "pairs": PAIRS,
+        "calls": len(calls),
+        "direct_ns": _middle([fast for fast, _ in pairs]),
+        "operator_ns": _middle([slow for _, slow in pairs]),
+        "difference_ns": _middle(difference),
+        "difference_ns_quartiles": [round(one) for one in statistics.quantiles(difference)[::2]],
+    }
+
+
+def _ns_in_turn(call: Callable[..., object], calls: Sequence[tuple[torch.Tensor, ...]]) -> float:
+    begin = time.perf_counter_ns()
+    for args in calls:
+        call(*args)
+    return (time.perf_counter_ns() - begin) / len(calls)
+
+
 def _ns(call: Callable[..., object], args: tuple[Any, ...]) -> float:
     begin = time.perf_counter_ns()
     for _ in range(CALLS):
@@ -141,6 +229,8 @@ def main() -> None:
     for kind in dict.fromkeys(("cpu", device)):
         for strict in (False, True):
             print(json.dumps(call_cost(kind, strict)), flush=True)
+        for tokens in (8, 2 * MOST_TOKENS):
+            print(json.dumps(operator_cost(kind, tokens)), flush=True)
     if device == "cuda":
         print(json.dumps(graph_cost()))
 

@@ -14,11 +14,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from patcher.integrate.keys import never
 from patcher.integrate.layers import LayerSurvey
 
 REPLACED = "another module was put in its place later"
@@ -28,7 +29,7 @@ _BOOKS = itertools.count()
 """Tells apart counters that start at one time of the clock, which may be coarse or stand still."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CallSignature:
     """One combination of shapes, strides, dtypes, devices and alignment, with its call count."""
 
@@ -36,14 +37,19 @@ class CallSignature:
     """The kernel and its shape bucket, as receipts name it."""
     refusal: str | None
     """Why the guards refuse such a call; None if they allow it."""
+    matches: Callable[..., bool] = never
+    """A fast test for such a call."""
+    next: CallSignature = field(init=False, repr=False)
+    """The signature of the call that followed such a one last time; at first itself."""
     proven: bool = False
     """Whether the kernel has run once for such a call and may use the caller's tensors."""
-    matches: Callable[..., bool] | None = None
-    """A fast test for such a call; None before the first one."""
     device: int | None = None
     """Index of the CUDA device of its tensors; None where no other could be the current one."""
     calls: int = 0
     """Eager calls, including those of a graph until its recording ends."""
+
+    def __post_init__(self) -> None:
+        self.next = self
 
 
 @dataclass(slots=True)

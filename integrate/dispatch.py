@@ -22,7 +22,9 @@ _MOST_CASES = 10_000
 """Cached call signatures; beyond that number the cache is cleared."""
 _MOST_COPIED = 256 << 20
 """Largest tensor in bytes that is copied before a first call."""
-_FOREIGN = CallSignature("", FOREIGN)
+
+View = Callable[..., tuple[Any, ...]]
+"""Gives a contract's arguments from those of an operator, which may be other views of tensors."""
 
 
 class Dispatcher:
@@ -69,20 +71,22 @@ class Dispatcher:
         self._broken: str | None = None
         self._key = key_of(len(guards.tensors))
         self._matcher = matcher_of(len(guards.tensors))
-        self._last: tuple[Callable[..., bool], CallSignature] = never, CallSignature("", None)
-        """Test and signature of the last call, since most calls repeat the one before. It is one
-        attribute, since threads may share a dispatcher."""
-        self._ops: dict[Callable[..., object], tuple[Any, Any]] = {}
-        """By the engine's own function: the library that holds the operator, and the operator."""
+        self._last = CallSignature("", None)
+        """Signature of the last call. What followed it before is tried first: layers call with the
+        same signatures in the same order. Threads may share it, since each call is tested."""
+        self._ops: dict[tuple[Callable[..., object], View | None], tuple[Any, Any]] = {}
+        """By the engine's own function and the view: the library that holds the operator, and the
+        operator."""
         self._grad_enabled = torch.is_grad_enabled
         self._never_in_graphs = not guards.graph_safe
 
     def __call__(self, *args: Any) -> bool:
         """Run the kernel in place and return True, or change nothing and return False."""
         # this path runs several times per layer and token, so it avoids every needless call
-        matches, case = self._last
-        if not matches(*args):
+        case = self._last.next
+        if not case.matches(*args):
             case = self._find(args)
+        self._last = case
         refusal = case.refusal or self._broken
         if refusal is None:
             if self._grad_enabled():
@@ -120,7 +124,7 @@ class Dispatcher:
             raise RuntimeError(f"{self.name} cannot be warmed: {', '.join(reasons)}")
         self._known[self._key(*args)].calls -= 1
 
-    def op(self, original: Callable[..., object]) -> Callable[..., None]:
+    def op(self, original: Callable[..., object], view: View | None = None) -> Callable[..., None]:
         """The dispatcher as a torch operator, which torch.compile does not decompose.
 
         The operator's name contains the patch's digest, so that compiled code is tied to the patch.
@@ -130,8 +134,10 @@ class Dispatcher:
         Args:
             original: the engine's own function, which also works in place; it runs if the patched
                 kernel does not. Each has an operator of its own.
+            view: gives the contract's arguments from the operator's, which `original` is given;
+                by default they are the same.
         """
-        if original not in self._ops:
+        if (original, view) not in self._ops:
             name = base = f"{self.name}_{self.book.digest[:12]}"
             others = 0
             while hasattr(torch.ops.patcher, name):
@@ -146,13 +152,13 @@ class Dispatcher:
 
             def run(*args: Any) -> None:
                 this = dispatcher()
-                if this is None or not this(*args):
+                if this is None or not this(*(args if view is None else view(*args))):
                     original(*args)
 
             library.impl(name, run, "CompositeExplicitAutograd")
             library.impl(name, _nothing, "Meta")
-            self._ops[original] = library, getattr(torch.ops.patcher, name).default
-        operator: Callable[..., None] = self._ops[original][1]
+            self._ops[original, view] = library, getattr(torch.ops.patcher, name).default
+        operator: Callable[..., None] = self._ops[original, view][1]
         return operator
 
     def close(self) -> None:
@@ -205,13 +211,13 @@ class Dispatcher:
         return self._watch is not None and self._watch.capturing
 
     def _find(self, args: tuple[Any, ...]) -> CallSignature:
+        """The signature of a call, which is expected to follow the last one from now on."""
         if any(map(dispatches_itself, args[: len(self.guards.tensors)])):
-            return _FOREIGN  # its key may not be asked for: it may have no memory
+            # its key may not be asked for: it may have no memory
+            return CallSignature("", FOREIGN)
         key = self._key(*args)
         case = self._known.get(key) or self._check(key, args)
-        if case.matches is None:
-            case.matches = self._matcher(*args)
-        self._last = case.matches, case
+        self._last.next = case
         return case
 
     def _check(self, key: tuple[object, ...], args: tuple[Any, ...]) -> CallSignature:
@@ -220,9 +226,13 @@ class Dispatcher:
         tensors = args[: len(self.guards.tensors)]
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
         if len(self._known) >= _MOST_CASES and not self._capturing():
+            for former in self._known.values():
+                former.matches = never  # so that no call is counted in what is forgotten
             self._known.clear()
             self.book.forget_cases()
-        case = self._known[key] = CallSignature(label, refusal, device=_one_of_several(tensors))
+        case = self._known[key] = CallSignature(
+            label, refusal, self._matcher(*args), device=_one_of_several(tensors)
+        )
         if refusal is None:
             self.book.cases.append(case)
         return case

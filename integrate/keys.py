@@ -1,4 +1,5 @@
-"""Keys of calls for dispatch: everything that guards depend on, and no values.
+"""Keys of calls for dispatch: everything that guards depend on, and no values. Classes of tensors
+are in them, since torch's test of a call compares those, too.
 
 A served engine imports this module, so it uses only torch and the standard library.
 """
@@ -19,7 +20,8 @@ def key_of(tensors: int) -> Callable[..., tuple[object, ...]]:
     """
     names = _names(tensors)
     facts = [
-        f"{name}.shape, {name}.dtype, {name}.device, {name}.is_contiguous() or {name}.stride()"
+        f"{name}.__class__, {name}.shape, {name}.dtype, {name}.device, "
+        f"{name}.is_contiguous() or {name}.stride()"
         for name in names
     ]
     source = f"lambda {', '.join(names)}, *_: ({', '.join(facts)}, {_alignment(names)})"

@@ -76,12 +76,17 @@ def must_not_record_mixed_steps() -> None:
 
 def calculates_kv_scales(attention: Any) -> bool:
     """Whether an `Attention` layer measures the scales of its KV cache; gone in 0.28.0."""
-    return bool(getattr(attention, "calculate_kv_scales", False))
+    return _is_set(attention, "calculate_kv_scales")
 
 
 def bypasses_kv_update(attention: Any) -> bool:
     """Whether the model writes the layer's KV cache itself, before attention (from 0.33.0 on)."""
-    return bool(getattr(attention, "kv_cache_update_bypass", False))
+    return _is_set(attention, "kv_cache_update_bypass")
+
+
+def _is_set(layer: Any, name: str) -> bool:
+    """Whether an attribute is true that a layer may lack, without a module's costly `getattr`."""
+    return bool(vars(layer).get(name, getattr(type(layer), name, False)))
 
 
 def engines_add_norm() -> AddNorm:
@@ -155,7 +160,8 @@ def must_not_split_sequences() -> None:
 
 def passes_on(names: Iterable[str]) -> tuple[str, ...]:
     """Those of the compiler's passes that are on in the current configuration, by name."""
-    passes = _passes()
+    config = _compilation()
+    passes = None if config is None else config.pass_config
     return tuple(name for name in names if getattr(passes, name, False))
 
 
@@ -274,12 +280,6 @@ def compiles_graphs() -> bool:
     config = _compilation()
     modes = sources.module("vllm.config.compilation").CompilationMode
     return config is None or bool(config.mode == modes.VLLM_COMPILE)
-
-
-def _passes() -> Any:
-    """The compiler's passes in the current configuration; None outside of an engine."""
-    config = _compilation()
-    return None if config is None else config.pass_config
 
 
 def _compilation() -> Any:

@@ -26,7 +26,7 @@ from dispatch_sample import (
 from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards, kernel
 
-from patcher.integrate import CallCounters, Receipt, read_receipts
+from patcher.integrate import CallCounters, Receipt, cost, read_receipts
 from patcher.integrate.counts import GraphWatch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import CallGuards, TensorGuard
@@ -247,6 +247,67 @@ def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
     assert dispatch.book.calls == {CALL: 3, CALL.replace("tokens=2", "tokens=4"): 1}
 
 
+def finds(dispatch: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of calls whose signature the dispatcher looks up, from now on."""
+    found: list[tuple[int, ...]] = []
+    find = dispatch._find
+
+    def counted(args: Any) -> Any:
+        found.append(tuple(args[0].shape))
+        return find(args)
+
+    monkeypatch.setattr(dispatch, "_find", counted)
+    return found
+
+
+@torch.inference_mode()
+def test_calls_of_several_shapes_in_turn_are_looked_up_once_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatch = made()
+    found = finds(dispatch, monkeypatch)
+    turn = [tensors(hidden=hidden) for hidden in (8, 12, 16, 24)]
+    for _ in range(6):
+        assert [dispatch(*args, 1e-5) for args in turn] == [True, False, True, True]
+    # each shape, and once more the first, which followed the last for the first time
+    assert found == [(2, 8), (2, 12), (2, 16), (2, 24), (2, 8)]
+    assert set(dispatch.book.calls.values()) == {6}
+    assert dispatch.book.fallbacks == {"hidden no multiple of 8": 6}
+    assert not dispatch(*tensors(hidden=20), 1e-5)
+    assert dispatch(*turn[0], 1e-5)
+    assert dispatch.book.fallbacks == {"hidden no multiple of 8": 7}
+
+
+@torch.inference_mode()
+def test_a_weight_that_is_a_parameter_is_looked_up_once_like_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatch = made()
+    x, residual, weight = tensors()
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    for kind in (weight, parameter):
+        assert dispatch(x, residual, kind, 1e-5)
+    found = finds(dispatch, monkeypatch)
+    for kind in (parameter, parameter, parameter, weight, weight, weight):
+        assert dispatch(x, residual, kind, 1e-5)
+    assert len(found) == 2
+    assert dispatch.book.calls == {CALL: 8}
+
+
+@torch.inference_mode()
+def test_a_signature_that_was_forgotten_counts_no_more_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_CASES", 1)
+    dispatch = made()
+    assert dispatch(*tensors(), 1e-5)
+    forgotten = dispatch._last
+    assert dispatch(*tensors(4), 1e-5)
+    dispatch._last = forgotten  # as a thread leaves it whose call began before
+    assert dispatch(*tensors(), 1e-5)
+    assert dispatch.book.calls == {CALL: 2, CALL.replace("tokens=2", "tokens=4"): 1}
+
+
 @torch.inference_mode()
 def test_calls_of_very_many_shapes_are_counted_and_not_all_kept(
     monkeypatch: pytest.MonkeyPatch,
@@ -325,6 +386,32 @@ def test_each_function_of_the_engine_has_an_operator_of_its_own() -> None:
         dispatch.close()
     name = f"op_{('d1' * 20)[:12]}"
     assert not any(hasattr(torch.ops.patcher, each) for each in (name, f"{name}_1"))
+
+
+def test_an_operator_may_be_given_other_views_than_the_kernel() -> None:
+    given: list[tuple[tuple[int, ...], ...]] = []
+
+    def original(*args: Any) -> None:
+        given.append(tuple(tuple(arg.shape) for arg in args[:2]))
+
+    def view(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+        return input.t(), residual, *rest
+
+    dispatch = made()
+    operator = dispatch.op(original, view)
+    assert dispatch.op(original, view) is operator
+    assert dispatch.op(original) is not operator
+    x, residual, weight = tensors()
+    try:
+        with torch.inference_mode():
+            operator(x.t(), residual, weight, 1e-5)
+            assert torch.equal(residual, torch.full_like(residual, 2.0))
+            operator(torch.ones(2, 12).t(), torch.ones(2, 12), torch.ones(12), 1e-5)
+        assert given == [((12, 2), (2, 12))]
+        assert dispatch.book.calls == {CALL: 1}
+        assert dispatch.book.fallbacks == {"hidden no multiple of 8": 1}
+    finally:
+        dispatch.close()
 
 
 def test_two_dispatchers_of_one_patch_have_an_operator_each() -> None:
@@ -413,3 +500,12 @@ def test_what_is_too_large_to_copy_is_written_where_it_is(monkeypatch: pytest.Mo
     assert seen[0] == own[0], "64 bytes a tensor: not copied"
     assert seen[1][:2] != own[1][:2]
     assert seen[1][2] == own[1][2], "only read: not copied"
+
+
+def test_the_cost_of_an_operator_is_of_calls_that_all_run_or_all_fall_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost, "PAIRS", 2)
+    few, many = (cost.operator_cost("cpu", tokens) for tokens in (8, 2 * cost.MOST_TOKENS))
+    assert few["falls_back"] == {}
+    assert many["falls_back"] == {"tokens above 32": (3 + 2) * many["calls"]}

@@ -59,7 +59,7 @@ class _Matmul(VllmPoint):
         self.find()
         swap = self._target()
         method, original = swap.owner, swap.original
-        operator = kernel.op(engines_own)
+        operator = kernel.op(_by_columns, _by_rows)
         plain = engine.plain_gemms()
 
         def apply(
@@ -73,7 +73,9 @@ class _Matmul(VllmPoint):
             outer, inner = weight.shape
             rows = x.reshape(-1, inner)  # `model_impl="transformers"` has an axis for the batch
             output = x.new_empty(rows.shape[0], outer)
-            operator(rows, weight, x.new_empty(0) if bias is None else bias.data, output)
+            # transposed, since compiled code passes a view as a plain tensor: vLLM's class of
+            # weights has a `__torch_function__`, by which each call would go through Python twice
+            operator(rows, weight.t(), x.new_empty(0) if bias is None else bias.data, output)
             return output.view(*x.shape[:-1], outer)
 
         swap.install(apply)
@@ -123,11 +125,25 @@ class LmHead(_Matmul):
     )
 
 
+def _by_rows(
+    x: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The contract's arguments from those of the operator, whose weight is [inner, outer]."""
+    return x, columns.t(), bias, output
+
+
 def engines_own(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
 ) -> None:
     """`torch.nn.functional.linear` into an existing tensor, by the same call of cuBLASLt."""
+    _by_columns(x, weight.t(), bias, output)
+
+
+def _by_columns(
+    x: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
+) -> None:
+    """The same with a weight [inner, outer]."""
     if bias.numel():
-        torch.addmm(bias, x, weight.t(), out=output)
+        torch.addmm(bias, x, columns, out=output)
     else:
-        torch.mm(x, weight.t(), out=output)
+        torch.mm(x, columns, out=output)

@@ -28,8 +28,8 @@ from patcher.integrate.vllm.roles.graph_reads import (
 )
 
 OTHER_LINEAR = "patcher::linear_"
-"""Prefix of the names of the operators that the point `linear` installs: x, weight, bias and
-output, the last written in place."""
+"""Prefix of the names of the operators that the point `linear` installs: x, the transposed weight,
+bias and output, the last written in place."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class LinearLayer:
                 bias = graph.call_method("new_empty", (self.x, (0,)))
                 bias.meta["example_value"] = self.x.meta["example_value"].new_empty((0,))
             if self.call is not self.result:
+                transposed = as_node(self.call.args[1])
                 graph.erase_node(self.call)
+                if not transposed.users:
+                    graph.erase_node(transposed)
                 return self.result, bias
             # as vLLM writes it; it would take a method `size` for one that gives all sizes
             size = graph.call_function(torch.ops.aten.sym_size.int, (self.x, 0))
@@ -92,7 +95,7 @@ def linear_of(result: fx.Node) -> LinearLayer:
     if result.target is torch.nn.functional.linear:
         given = (*result.args, result.kwargs.get("bias"))[:3]
     elif len(calls) == 1 and len(calls[0].args) == 4 and calls[0].args[3] is result:
-        call, given = calls[0], calls[0].args[:3]
+        call, given = calls[0], _given(calls[0])
     if not given or not isinstance(given[0], fx.Node):
         raise NotFusedError(f"{label_of(result)} is no linear layer without quantisation")
     x, weight, bias = given
@@ -100,6 +103,15 @@ def linear_of(result: fx.Node) -> LinearLayer:
     if value.dim() != 2 or made.dim() != 2 or value.dtype != made.dtype:
         raise NotFusedError("a linear layer of another form")
     return LinearLayer(x, weight, bias, result, call)
+
+
+def _given(call: fx.Node) -> tuple[Any, ...]:
+    """What an operator of the point `linear` is given, with the weight as the layer holds it; none
+    if that is not seen."""
+    x, transposed, bias = call.args[:3]
+    if not isinstance(transposed, fx.Node) or transposed.target != "t":
+        return ()
+    return x, transposed.args[0], bias
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vllm_experts import HIDDEN, TOKENS, TOP_K, Kernel, gpt_oss, reduce_add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
 from patcher import bench
+from patcher.integrate.counts import CallSignature
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
 from patcher.integrate.vllm import sources
@@ -105,7 +106,7 @@ def test_experts_and_the_norm_after_them_are_one_call(
         assert not kernel.book.fallbacks
 
         # what the kernel may not be given: the sum and the norm of the engine
-        kernel._last, kernel._known = (lambda *_: False, kernel._last[1]), {}
+        kernel._last, kernel._known = CallSignature("", None), {}
         kernel.guards = replace(kernel.guards, axes={"hidden": AxisBounds(maximum=16)})
         torch.testing.assert_close(run(config, forward), expected)
         assert sums == [TOKENS, TOKENS]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
-from vllm_here import config, dispatcher, guards_of, needs_vllm
+from vllm_here import config, dispatcher, guards_of, needs_vllm, patched
 
 from patcher import bench
 from patcher.ab.verdict import refuse_one_point_twice
@@ -88,6 +88,23 @@ def test_layers_run_the_kernel_with_and_without_bias_and_many_rows_the_engines_o
         dispatch.close()
         torch._dynamo.reset()
     assert torch.equal(layer(few), expected[0])
+
+
+def test_compiled_code_gives_weights_as_plain_tensors(config: Any) -> None:
+    layer, x, seen = linear_layer(bias=False), torch.randn(3, 64), set[type]()
+
+    def run(x: torch.Tensor, weight: Any, bias: Any, output: torch.Tensor) -> None:
+        seen.add(type(weight))
+        assert weight.data_ptr() == layer.weight.data_ptr()
+        assert weight.is_contiguous()
+        matmul(x, weight, bias, output)
+
+    dispatch = dispatcher("linear", run, guards_of("linear", T=torch.float32))
+    with patched("linear", dispatch):
+        compiled: Any = torch.compile(layer, fullgraph=True, dynamic=True)
+        torch.testing.assert_close(compiled(x), x @ layer.weight.t())
+    assert type(layer.weight) is not torch.nn.Parameter
+    assert seen == {torch.Tensor}
 
 
 @feature("`model_impl='transformers'`", "right", "linear")
