@@ -214,5 +214,6 @@ def _why(level: int, against: Sequence[str], speedups: Mapping[str, Speedup]) ->
     if level < len(against):
         found = speedups.get(against[level])
         low = f" (lower end {found.geomean_low:.3f}x)" if found else " (not judged)"
-        said += f", not than {against[level]}{low}"
+        than = f"not over {FASTER_PCT:g} % faster than" if not level else "not than"
+        said += f", {than} {against[level]}{low}"
     return said

@@ -78,6 +78,9 @@ def test_the_lower_ends_of_the_intervals_decide(
     assert found.speedups["eager"].geomean == pytest.approx(eager[0])
     assert found.speedups["torch.compile"].geomean_low == pytest.approx(compiled[1])
     assert found.missing == {}
+    if value == 1:
+        low = f"{eager[1]:.3f}x"
+        assert found.why == f"right, not over 5 % faster than eager (lower end {low})"
 
 
 def test_all_points_count_together() -> None:

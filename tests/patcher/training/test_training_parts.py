@@ -44,6 +44,21 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return left
 
 
+def test_a_training_asks_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TRL found two, it would split the batch, and end in a traceback."""
+    updates = pytest.importorskip("patcher.training.updates", reason="transformers are missing")
+    folder = TrainingFolder(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for visible in (1, 2):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=visible: count)
+        if visible == 1:
+            assert updates.shared_arguments(folder, 3, 1e-5, 0, 1)["bf16"]
+            continue
+        with pytest.raises(UsageError) as refused:
+            updates.shared_arguments(folder, 3, 1e-5, 0, 1)
+        assert refused.value.hint == "show it one: CUDA_VISIBLE_DEVICES=0"
+
+
 def test_a_judge_that_died_is_replaced(dying: Path, tmp_path: Path) -> None:
     dying.write_text("1")
     store = tmp_path / "verdicts.jsonl"
