@@ -89,9 +89,13 @@ def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, A
 
 def _stated(spec: PatchPointSpec, config: Callable[[str], Mapping[str, Any]]) -> str | None:
     """Why a config.json alone says that a model has no layers of a point; None if it does not."""
-    reader = importlib.import_module(_READERS[spec.engine]) if spec.engine in _READERS else None
-    name = present_name(spec.engine, spec.point)
-    if reader is None or name not in reader.LAYERS or not hasattr(reader, "must_fit"):
+    if spec.engine not in _READERS:
+        return None
+    reader, name = (
+        importlib.import_module(_READERS[spec.engine]),
+        present_name(spec.engine, spec.point),
+    )
+    if name not in reader.LAYERS or not hasattr(reader, "must_fit"):
         return None
     try:
         reader.must_fit(name, config(spec.engine))

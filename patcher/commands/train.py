@@ -87,13 +87,15 @@ def warm_up(
     from patcher.training.reply_judges import ReplyJudges
     from patcher.training.warm_up import WarmUpOptions, fitting_examples
     from patcher.training.warm_up import warm_up as trained
-    from patcher.training.weights import LoraOptions, load_model, seeded
+    from patcher.training.weights import LoraOptions, load_model, require_one_gpu, seeded
 
     deadline = Deadline(minutes, time.monotonic())
     if not sources:
         raise UsageError("there is nothing to learn from", "add --from SOURCE")
     if examples_per_update % batch:
         raise UsageError("--examples-per-update is no multiple of --batch", "give 8 and 2")
+    if not collect_only:
+        require_one_gpu()
     options = WarmUpOptions(
         model=model.required(),
         adapter=model.adapter_path(),
@@ -176,7 +178,7 @@ def reinforce(
     from patcher.training.reinforce import ReinforceOptions, fitting_prompts
     from patcher.training.reinforce import reinforce as trained
     from patcher.training.reply_judges import ReplyJudges
-    from patcher.training.weights import LoraOptions, load_model, seeded
+    from patcher.training.weights import LoraOptions, load_model, require_one_gpu, seeded
 
     deadline = Deadline(minutes, time.monotonic())
     if method not in ("grpo", "rloo"):
@@ -186,6 +188,7 @@ def reinforce(
             f"--batch {batch} does not divide {tasks_per_update * replies_per_task} replies",
             "give one that does",
         )
+    require_one_gpu()
     environment = judging.environment(tasks.language)
     options = ReinforceOptions.model_validate(
         {

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from patcher.bench import BudgetError, UsageError
+from patcher.bench import BudgetError
 from patcher.training.folder import Deadline, TrainingFolder, UpdateMetrics
-from patcher.training.weights import device_here
-
-ONE_GPU = "show it one: CUDA_VISIBLE_DEVICES=0"
+from patcher.training.weights import device_here, require_one_gpu
 
 Told = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -27,12 +24,11 @@ def shared_arguments(
     many updates there will be, so that a training can be made longer.
 
     Raises:
-        UsageError: several GPUs are visible, among which TRL would split the batch.
+        UsageError: see `require_one_gpu`.
     """
+    require_one_gpu()
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     on_gpu = device_here() == "cuda"
-    if on_gpu and torch.cuda.device_count() > 1:
-        raise UsageError("a training runs on one GPU, and several are visible", ONE_GPU)
     return {
         "output_dir": str(folder.checkpoints),
         "max_steps": updates,

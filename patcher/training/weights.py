@@ -61,6 +61,19 @@ def device_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def require_one_gpu() -> None:
+    """Check that a training has one GPU at most.
+
+    Raises:
+        UsageError: several are visible, among which TRL would split the batch.
+    """
+    if device_here() == "cuda" and torch.cuda.device_count() > 1:
+        raise UsageError(
+            "a training runs on one GPU, and several are visible",
+            "show it one: CUDA_VISIBLE_DEVICES=0",
+        )
+
+
 def load_model(
     name: str, adapter: Path | None = None, lora: LoraOptions | None = None
 ) -> LoadedModel:

@@ -377,7 +377,7 @@ def test_a_sum_in_a_row_is_right_where_large_terms_cancel() -> None:
         row = torch.zeros(2, 8)
         for k in range(24):
             row = row + x[:, k : k + 1] * weight[:, k]
-        coarse = (x.bfloat16().float() * 1.0) @ weight.T
+        coarse = x.bfloat16().float() @ weight.T
         for name, value in (("in a row", row), ("coarse", coarse)):
             wrong[name] += explain_mismatch(value, x @ weight.T, exact, 24) is not None
     assert wrong == {"coarse": 100, "in a row": 0}

@@ -12,6 +12,7 @@ import pytest
 from command_line import ROOT
 from dying_worker import POISON
 from training_sample import OP, OPTIONS, RIGHT, evaluation, judged, reply
+from typer.testing import CliRunner
 
 from patcher.bench import (
     Candidate,
@@ -24,6 +25,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
+from patcher.cli import app
 from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
 from patcher.training import KernelEnvironment
@@ -49,14 +51,20 @@ def test_a_training_asks_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     updates = pytest.importorskip("patcher.training.updates", reason="transformers are missing")
     folder = TrainingFolder(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for visible in (1, 2):
-        monkeypatch.setattr("torch.cuda.device_count", lambda count=visible: count)
-        if visible == 1:
-            assert updates.shared_arguments(folder, 3, 1e-5, 0, 1)["bf16"]
-            continue
-        with pytest.raises(UsageError) as refused:
-            updates.shared_arguments(folder, 3, 1e-5, 0, 1)
-        assert refused.value.hint == "show it one: CUDA_VISIBLE_DEVICES=0"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert updates.shared_arguments(folder, 3, 1e-5, 0, 1)["bf16"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UsageError) as refused:
+        updates.shared_arguments(folder, 3, 1e-5, 0, 1)
+    assert refused.value.hint == "show it one: CUDA_VISIBLE_DEVICES=0"
+    # before anything is judged or loaded
+    out = tmp_path / "out"
+    early = CliRunner().invoke(
+        app, ["train", "warm-up", str(out), "--model", "m", "--from", "solutions"]
+    )
+    assert isinstance(early.exception, UsageError)
+    assert early.exception.hint == refused.value.hint
+    assert not out.exists()
 
 
 def test_a_judge_that_died_is_replaced(dying: Path, tmp_path: Path) -> None:
