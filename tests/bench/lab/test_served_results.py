@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,42 @@ def test_the_page_has_both_rates_of_each_pair() -> None:
             for _, arms in sorted(rates.items())
         ]
         assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def test_real_weights_are_as_the_page_says() -> None:
+    [first, *_] = json.loads(content(FOLDERS["h200"] / "real-weights-smollm2.json.xz"))["measured"]
+    windows = first["throughput"]["windows"]
+
+    def medians(kind: str, key: str, steps: int) -> str:
+        """Of stock's processes, then of the patched ones."""
+        arms = [
+            [
+                f"{1000 * statistics.median(own) / steps:.{1 if steps == 1 else 2}f}"
+                for process in sorted({one["process"] for one in windows if one["kind"] == kind})
+                if (
+                    own := [
+                        one[key]
+                        for one in windows
+                        if (one["kind"], one["process"], one["arm"]) == (kind, process, arm)
+                    ]
+                )
+            ]
+            for arm in ("baseline", "patched")
+        ]
+        return (" | " if kind == "ab" else ", ").join(", ".join(each) for each in arms)
+
+    for title, key, steps in (
+        ("prefill of 4,096 tokens", "prefill_s", 1),
+        ("a step", "decode_s", 63),
+    ):
+        told = f"{medians('ab', key, steps)} | {medians('aa', key, steps)}"
+        assert f"| {title}, ms | {told} |" in PAGE
+    gain, control = (first["throughput"][name] for name in ("comparison", "control"))
+    for one, shown in (
+        (gain, "**{:+.1f} %** [{:+.1f}, {:+.1f}]"),
+        (control, "{:+.1f} % [{:+.1f}, {:+.1f}]"),
+    ):
+        assert shown.format(one["gain_pct"], one["gain_low_pct"], one["gain_high_pct"]) in PAGE
 
 
 def test_windows_beside_others_are_as_the_page_says() -> None:
