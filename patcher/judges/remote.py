@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from patcher.bench import Candidate, Evaluation, Registry, VerificationError, load_op
+from patcher.bench import Candidate, Evaluation, Registry, VerificationError, load_op, sweep_named
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges.jobs import JobFolder, JobResult, post
 
@@ -125,8 +125,10 @@ def _hold(evaluation: Evaluation, posted: JobFolder, again: str) -> None:
     if (evaluation.op, evaluation.language, evaluation.digest) != asked:
         raise VerificationError(f"the result {posted.name} is of another candidate", again)
     settings = posted.job.settings
+    # sizes may be asked for in any order, and as they are anyway
+    sweep = sweep_named(load_op(posted.job.op).contract, settings.sweep)
     for what, wanted, got in (
-        ("sweep", settings.sweep, evaluation.sweep),
+        ("sweep", sweep and sweep.name, evaluation.sweep),
         ("baseline", settings.baseline, evaluation.baseline),
     ):
         if evaluation.timings and wanted not in (None, "honest", got):

@@ -427,6 +427,29 @@ def test_an_edited_or_foreign_result_is_refused(tmp_path: Path, machine: WorkerM
         judge.evaluate([NO_ENTRY])
 
 
+@pytest.mark.parametrize(
+    "asked", ["cpu@tokens=2:4,hidden=512", "cpu@hidden=512,tokens=2:4", "cpu@hidden=256", "cpu"]
+)
+def test_a_sweep_may_be_asked_for_by_another_name(
+    asked: str, tmp_path: Path, machine: WorkerMachine
+) -> None:
+    judge = ExchangeJudge(tmp_path, dataclasses.replace(QUICK, sweep=asked), "r1")
+    posted, sweep = judge.submit(NO_ENTRY), OP.sweep("cpu", asked)
+    folder = tmp_path / "results" / posted.name
+
+    def seal_result(name: str) -> Evaluation:
+        found = evaluation(NO_ENTRY).model_copy(update={"sweep": name, "baseline": "eager"})
+        shutil.rmtree(folder, ignore_errors=True)
+        seal(folder, JobResult(job=posted.digest, evaluation=found, machine=machine).files())
+        return found
+
+    found = seal_result(sweep.name)
+    assert judge.evaluate([NO_ENTRY]) == [found]
+    seal_result("cpu@hidden=1024")
+    with pytest.raises(VerificationError, match="has sweep cpu@hidden=1024"):
+        judge.evaluate([NO_ENTRY])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can judge it")
 def test_what_this_machine_cannot_judge_is_left_to_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
