@@ -43,7 +43,8 @@ class Ceilings(Record):
         after the copy-in.
         """
         on_gpu = self.launch_us > 0
-        return self._us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
+        moved = self._moved_us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
+        return max(moved, self._computed_us(contract, point))
 
     def launch_pct(self, call_us: float) -> float | None:
         """Launch floor in percent of a call's time; None on a CPU."""
@@ -52,12 +53,17 @@ class Ceilings(Record):
     def floor_us(self, contract: Contract, point: Point) -> float:
         """Shortest possible time of a call in microseconds, even with all data in the cache."""
         fastest = max(self.cached_gb_s, self.memory_gb_s)
-        return max(self._us(contract, point, fastest), self.launch_us) / SLACK
+        least = self._moved_us(contract, point, fastest)
+        if not contract.cost.rewritable:
+            least = max(least, self._computed_us(contract, point))
+        return max(least, self.launch_us) / SLACK
 
-    def _us(self, contract: Contract, point: Point, gb_s: float) -> float:
-        moved = contract.bytes_moved(point) / (gb_s * 1e3)
-        best = max(self.flops.values())
-        return max(moved, contract.flops(point) / (best * 1e-6))
+    def _computed_us(self, contract: Contract, point: Point) -> float:
+        return contract.flops(point) / (max(self.flops.values()) * 1e-6)
+
+    @staticmethod
+    def _moved_us(contract: Contract, point: Point, gb_s: float) -> float:
+        return contract.bytes_moved(point) / (gb_s * 1e3)
 
 
 def ceilings(device: str, threads: int | None = None) -> Ceilings:

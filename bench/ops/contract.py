@@ -160,6 +160,9 @@ class Cost(Record):
 
     bytes: str
     flops: str
+    rewritable: bool = False
+    """Whether `flops` is of a formula as it stands, such as an imported module, for which another
+    formula may need less arithmetic. Then it makes no time too short: only bytes do."""
 
 
 class Symbol(Record):

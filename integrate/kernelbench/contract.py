@@ -283,7 +283,11 @@ def _contract(
             "hidden": hidden,
             "guards": {"axes": limits},
             "accuracy": {"reduction": f"max({', '.join(sums)})" if sums else "1"},
-            "cost": {"bytes": _bytes(tensors), "flops": " + ".join(flops) or "0"},
+            "cost": {
+                "bytes": _bytes(tensors),
+                "flops": " + ".join(flops) or "0",
+                "rewritable": True,  # a sum over a product's columns needs no product
+            },
         }
     )
 
