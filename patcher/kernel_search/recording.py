@@ -37,8 +37,8 @@ from patcher.bench import (
     load_op,
 )
 from patcher.hotspot import Profile
-from patcher.kernel_search.stage import Hardware, op_share_pct
-from patcher.models import PROMPT_TOKENS, ModelCall
+from patcher.kernel_search.stage import Hardware, op_share_pct, unadvised
+from patcher.models import PROMPT_TOKENS, ModelCall, Role
 from patcher.models.replay import ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run, journal_name
@@ -71,6 +71,8 @@ class LoopRecording(Record):
     """At most."""
     rules: StopRules
     prompt_tokens: int = Field(gt=0)
+    without: frozenset[Role] = frozenset()
+    """Advisers that were switched off."""
     optimisation: LoopResult
     tokens: tuple[tuple[int, int], ...]
     """In and out, by iteration, all its questions together: as the provider counted, else estimated
@@ -118,6 +120,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         iterations=settings["iterations"],
         rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+        without=frozenset(unadvised(settings)),
         optimisation=result,
         tokens=tuple(_tokens(run, op.name, one.iteration) for one in result.iterations),
     )
@@ -236,6 +239,7 @@ def replay(folder: Path) -> list[str]:
             rules=made.rules,
             sweep=made.sweep,
             prompt_tokens=made.prompt_tokens,
+            without=made.without,
             known_kernels=made.search.known_kernels,
         )
     return _differences(made.optimisation, again)

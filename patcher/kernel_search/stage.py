@@ -32,6 +32,11 @@ ADVISERS: dict[str, Role] = {"analyst": "analyse", "diagnoser": "diagnose"}
 """By the setting that names the model."""
 
 
+def unadvised(settings: Mapping[str, Any]) -> set[Role]:
+    """Roles that a run's settings switch off."""
+    return {role for name, role in ADVISERS.items() if settings.get(name) == OFF}
+
+
 class ProfilePicture(Record):
     """A picture of the profile, for an analyst that sees; a file of the run, or why there is
     none."""
@@ -81,7 +86,7 @@ def search_kernel(
     models = {
         role: resolve_model(named[role], run.path) if role in named else None for role in ADVISERS
     }
-    without: set[Role] = {asked for role, asked in ADVISERS.items() if settings.get(role) == OFF}
+    without = unadvised(settings)
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
     model = resolve_model(settings["model"], run.path)
     pictures: tuple[str, ...] = ()

@@ -84,7 +84,10 @@ def test_it_replays_to_the_same_end(recorded: Path) -> None:
     assert one == {"folder": "rec", "differences": []}
 
 
-def test_a_whole_run_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("switched", [{}, {"analyst": "off", "diagnoser": "off"}])
+def test_a_whole_run_is_recorded_too(
+    switched: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its op and what that op can be worth come from its profile."""
 
     def no_patch(*_: object) -> None:
@@ -99,7 +102,7 @@ def test_a_whole_run_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pipeline, "make_patch", no_patch)
     monkeypatch.setattr(pipeline, "_first_covered", lambda *_: "fused_add_rms_norm")
     monkeypatch.chdir(tmp_path)
-    settings = resolve({"model": "replay:demo", "iterations": 2, "memory": "off"})
+    settings = resolve({"model": "replay:demo", "iterations": 2, "memory": "off", **switched})
     workload, plan = workload_for("gpt-oss-tiny", "cpu"), RunPlan(threads=1)
     trace = ROOT / "tests/data/nsys/decode.sqlite"
     with pipeline.start(settings, "run", "gpt-oss-tiny", workload, plan, trace) as run:
