@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from patcher.bench import Candidate, Evaluation, UsageError, WaitingError
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges.jobs import JobFolder, WorkerMachine, read_result
-from patcher.judges.remote import RemoteJudge, verdict
+from patcher.judges.remote import NOT_TOLD, RemoteJudge, verdict
 from patcher.judges.seal import seal
 
 _MOST_WORDS = 2000
@@ -78,7 +78,7 @@ class ExchangeJudge(RemoteJudge):
         if seen:
             return max(seen)[1][:_MOST_WORDS]
         what = "a CPU" if kind == "cpu" else "an NVIDIA GPU"
-        return f"{what} of another machine, which has not told yet what it is"
+        return f"{what} of another machine, {NOT_TOLD}"
 
 
 def _folder(place: str) -> Path:

@@ -10,6 +10,9 @@ from patcher.bench import Candidate, Evaluation, Registry, VerificationError, lo
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges.jobs import JobFolder, JobResult, post
 
+NOT_TOLD = "which has not told yet what it is"
+"""The end of what is known of hardware that no worker has described."""
+
 
 class RemoteJudge(ABC):
     """A judge that takes jobs; a context manager.

@@ -17,6 +17,7 @@ from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
 from patcher.judges.languages import judge_device_kind, judge_hardware, require_here
+from patcher.judges.remote import NOT_TOLD
 from patcher.judges.same_device import require_same_device
 from patcher.kernel_search.context import RunContext
 from patcher.models import PROMPT_TOKENS, Model, Role, open_model, sees_images
@@ -104,10 +105,13 @@ def search_kernel(
         if on_progress:
             on_progress(progress)
 
-    threads = judge_settings.threads
     hardware = run.step(
-        "hardware", lambda: Hardware(words=judge_hardware(where, language, threads)), Hardware
+        "hardware",
+        lambda: Hardware(words=judge_hardware(where, language, judge_settings.threads)),
+        Hardware,
     )
+    if hardware.words.endswith(NOT_TOLD):
+        say(f"the agents are told of {hardware.words}: a worker that ran once before tells it")
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
         found = run_loop(

@@ -563,12 +563,15 @@ def test_a_job_outlives_ctrl_c_and_kill_of_its_workers(tmp_path: Path) -> None:
 
 
 def test_the_loop_stops_for_the_judge_and_takes_its_word_up(tmp_path: Path) -> None:
-    def patcher(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "patcher", *words, "--json"]
+    def patcher(*words: str, form: str = "--json") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "patcher", *words, form]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     words = ("--language", "cpp", "--model", "exchange:letters", "--judge", "exchange:jobs here")
-    assert patcher("optimize", OP.name, *words, "--iterations", "1").returncode == 6
+    begun = patcher("optimize", OP.name, *words, form="--iterations=1")
+    assert begun.returncode == 6
+    told = " ".join(begun.stderr.split())
+    assert "has not told yet what it is: a worker that ran once before tells it" in told, told
     [prompt] = (tmp_path / "letters").glob("*.prompt.md")
     assert "another machine, which has not told yet what it is" in prompt.read_text()
     prompt.with_name(prompt.name.replace("prompt", "reply")).write_text(
