@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from patcher.bench.engines.model_config import (
@@ -22,6 +25,10 @@ CPU_PARAMETERS = 1_000_000_000
 CPU_BYTES = 6
 """Memory that each parameter of a larger one takes on a CPU: float32, and half as much again for
 activations, caches and what is in higher precision for a while."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+SAMPLES, SAMPLE_BYTES = 32, 1 << 16
+"""Of each file of weights: what trains, merges or quantises a model changes nearly all of it."""
 
 LENGTHS = (
     "max_position_embeddings",
@@ -64,6 +71,30 @@ def published_config(model: str) -> dict[str, Any]:
         named = {"architectures": [causal_model(known)], "model_type": known.architecture}
         return {**named, **known.config, **known.published}
     return read_json(config_file(model))
+
+
+def model_digest(workload: Workload) -> str:
+    """Of what the model is read from: a folder's name may stay while what it holds changes.
+
+    config.json counts whole, a folder's weights by samples of each file, and weights of the hub by
+    the commit that they come with.
+
+    Raises:
+        UsageError, MissingError: as `published_config` and `named_model`.
+    """
+    found = hashlib.sha256(json.dumps(published_config(workload.model), sort_keys=True).encode())
+    if workload.weights != "random":
+        folder = config_file(named_model(workload)).parent
+        if Path(named_model(workload)).expanduser().is_dir():
+            for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS):
+                found.update(f"{file.name} {file.stat().st_size}".encode())
+                with file.open("rb") as data:
+                    for part in range(SAMPLES):
+                        data.seek(file.stat().st_size * part // SAMPLES)
+                        found.update(data.read(SAMPLE_BYTES))
+        else:
+            found.update(folder.name.encode())
+    return found.hexdigest()[:12]
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

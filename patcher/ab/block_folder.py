@@ -18,6 +18,7 @@ from patcher.ab.record_files import RecordOfFile, kept_until_done, read_record, 
 from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
 from patcher.bench.ab.blocks import Block
 from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.engines.architecture import model_digest
 from patcher.bench.machine.environment import fingerprint
 from patcher.integrate import Patch, Receipt
 
@@ -141,7 +142,8 @@ def blocks_folder(job: ABJob, patches: Sequence[Patch], keep: Path | None) -> It
             yield Path(folder)
         return
     here = fingerprint(job.workload.device, job.workload.threads)
-    known = [job.model_dump_json(), here, *sorted(patch.digest for patch in patches)]
+    model = model_digest(job.workload)
+    known = [job.model_dump_json(), here, model, *sorted(patch.digest for patch in patches)]
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
     with kept_until_done(keep / f"compare-{digest}") as folder:
         yield folder

@@ -23,7 +23,7 @@ from patcher.runs.durable import held, held_if_free
 _WORDS = {
     "fingerprint": "device, driver or version of a library",
     "sides": "pair of sides",
-    "config": "config.json",
+    "config": "config.json or weights",
 }
 
 

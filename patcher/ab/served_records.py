@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from patcher.ab.server import HOST, Installation, WarmUp, installation
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, Workload
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.served import ServedPoint, ServedRun, ServingTrace, StalledRun, traces
-from patcher.bench.engines.architecture import published_config
+from patcher.bench.engines.architecture import model_digest
 from patcher.bench.engines.served_model import LENGTH_STEP
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import ServingClient, filled, flags
@@ -98,8 +97,7 @@ class ServedHeader(Record):
     bench: tuple[str, ...]
     """The client's."""
     config: str = ""
-    """Digest of the model's config.json: a folder's name may stay, and what it holds change. Empty
-    in older files."""
+    """See `model_digest`. Empty in older files."""
 
     @property
     def offline(self) -> bool:
@@ -314,7 +312,7 @@ def header_of(
         sides=(baseline, patched),
         serve=() if offline else tuple(job.serve_command(named, values)),
         bench=tuple(job.offline_command(named, values)) if offline else bench,
-        config=_digest(json.dumps(published_config(job.workload.model), sort_keys=True)),
+        config=model_digest(job.workload),
     ), (one, other)
 
 

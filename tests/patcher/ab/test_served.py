@@ -27,6 +27,8 @@ from served_sample import CLIENT, FAST, JOB, POINTS, SLOW, WORKLOAD, serve_by_do
 from typer.testing import CliRunner
 
 from patcher.ab import served
+from patcher.ab.block_folder import blocks_folder
+from patcher.ab.job import ABJob
 from patcher.ab.served import compare_served, with_patches
 from patcher.ab.served_records import (
     ServedHeader,
@@ -51,7 +53,7 @@ from patcher.bench.ab.served import (
     traces,
 )
 from patcher.bench.engines import serving
-from patcher.bench.engines.architecture import full_config
+from patcher.bench.engines.architecture import full_config, model_digest
 from patcher.bench.engines.serving import client_of, clients, flags, request_line
 from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
@@ -225,7 +227,7 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
         ({"fingerprint": "another"}, "another device, driver or version"),
         ({"sides": there.header.sides[::-1]}, "another pair of sides"),
         ({"workload": WORKLOAD.model_copy(update={"dtype": "float16"})}, "another dtype"),
-        ({"config": "of another"}, "another config.json"),
+        ({"config": "of another"}, "another config.json or weights"),
     ):
         header = there.header.model_copy(update=other)
         foreign = there.model_copy(update={"header": header})
@@ -247,6 +249,26 @@ def test_a_folder_that_holds_another_model_is_another_comparison(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(config))
         names.append(header_of(job, (SLOW, FAST))[0].folder_name)
     assert names[0] == names[2] != names[1]
+
+
+@pytest.mark.parametrize("at", [0, 100_000, 299_999])
+def test_a_folder_whose_weights_changed_is_another_comparison(tmp_path: Path, at: int) -> None:
+    config = full_config("gpt-oss-tiny") | {"layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = bytearray(300_000)
+    real = JOB.workload.model_copy(update={"model": str(tmp_path), "weights": "local"})
+    trial = ABJob(workload=real, process_pairs=3)
+    names, folders = [], []
+    for changed in (0, 1, 0):
+        weights[at : at + 40_000] = [changed] * len(weights[at : at + 40_000])
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        names.append(model_digest(real))
+        with blocks_folder(trial, (), tmp_path / "runs") as folder:
+            folders.append(folder)
+    assert names[0] == names[2] != names[1]
+    assert folders[0] == folders[2] != folders[1]
+    drawn = JOB.workload.model_copy(update={"model": str(tmp_path)})
+    assert model_digest(drawn) != model_digest(real), "random weights come from no file"
 
 
 def test_at_a_rate_of_requests_a_user_gains_and_the_mean_is_of_concurrencies(
