@@ -165,9 +165,11 @@ def reinforce(
 ) -> int:
     """Train an adapter by reinforcement learning: the judge rewards the model's own kernels.
 
-    OUT gets adapter/, metrics.jsonl with a line an update, samples.jsonl with each reply and its
-    verdict, and verdicts.jsonl, by which no source is judged twice. Killed or stopped, the same
-    command goes on from the newest checkpoint: optimiser, random states and order of tasks too.
+    OUT gets adapter/, metrics.jsonl with a line an update, samples.jsonl with each judged reply and
+    its verdict, and verdicts.jsonl, by which no source is judged twice. A reply that the machine is
+    too busy to judge, again and again, is left out of its update and counted. Killed or stopped,
+    the same command goes on from the newest checkpoint: optimiser, random states and order of
+    tasks too.
 
     Exit code 2: OUT holds something else or was begun with other options; 3: a package or a device
     is missing, or the judge's process dies on every reply; 4: the time limit came first, and the

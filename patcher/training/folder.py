@@ -52,6 +52,11 @@ class UpdateMetrics(Record):
     """Share of tasks whose replies all had one reward, from which nothing is learned."""
     lost: int = 0
     """Replies whose judge died, which count as wrong."""
+    unjudged: int = 0
+    """Replies that the judge's machine was too busy for: without a reward, and not in the update
+    nor in what is said of rewards and shares."""
+    skipped_tasks: int = 0
+    """Tasks of which no reply was judged, from which nothing is learned."""
 
 
 class TrainingSummary(Record):
@@ -146,6 +151,10 @@ class Deadline:
         self._until_s = None if minutes is None else begun + 60 * minutes
         self.hit = False
         """Whether it has ended something."""
+
+    def left_s(self) -> float | None:
+        """Seconds that are left, none below 0; None: there is no limit."""
+        return None if self._until_s is None else max(self._until_s - time.monotonic(), 0.0)
 
     def leaves(self, needed_s: float) -> bool:
         """Whether so much time is left; if not, it is hit."""
