@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import Language, UsageError
+from patcher.bench import BudgetError, Language, UsageError
 from patcher.commands.console import Json, Output, app, examples, finite
 from patcher.commands.option_groups import grouped
 from patcher.commands.train_options import (
@@ -17,6 +17,7 @@ from patcher.commands.train_options import (
     LearningRate,
     Minutes,
     ModelGroup,
+    OnlyOps,
     OutFolder,
     Rank,
     SaveEvery,
@@ -52,9 +53,10 @@ def warm_up(
             "--from",
             metavar="SOURCE",
             help="A folder or archive of `patcher record`, a run, a folder of `patcher train "
-            "evaluate` or `reinforce`, or `solutions`: the library's, judged anew.",
+            "evaluate` or `reinforce`, or `solutions`: the library's for the device, judged anew.",
         ),
     ] = None,
+    op: OnlyOps = None,
     language: Annotated[Language, typer.Option(help="The language of kernels.")] = Language.TRITON,
     collect_only: Annotated[
         bool, typer.Option("--collect-only", help="Write OUT/examples.jsonl, and stop.")
@@ -101,6 +103,7 @@ def warm_up(
         adapter=model.adapter_path(),
         language=language,
         sources=tuple(sources),
+        ops=tuple(op) if op else None,
         updates=updates,
         examples_per_update=examples_per_update,
         batch=batch,
@@ -116,9 +119,16 @@ def warm_up(
         if not file.is_file():
             environment = judging.environment(language)
             with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
-                found = collect_examples(sources, environment, judges, file, bar)
+                found = collect_examples(
+                    sources, environment, judges, file, bar, deadline, options.ops
+                )
             by_source = ", ".join(f"{count} of {name}" for name, count in found.sources.items())
             bar.say(f"{found.examples} right of {found.replies} replies: {by_source}")
+            if not deadline.leaves(0.0) and not collect_only:
+                raise BudgetError(
+                    "the time limit came before the first update; the examples are saved",
+                    "give the same command again",
+                )
         known = LineFile(file, Example).read()
         if not collect_only:
             with seeded(seed):

@@ -25,6 +25,9 @@ Minutes = Annotated[
         callback=finite,
     ),
 ]
+OnlyOps = Annotated[
+    list[str] | None, typer.Option(help="Learn from kernels of this op alone; may be repeated.")
+]
 Seed = Annotated[int, typer.Option(help="Of the order of data and of sampling.", min=0)]
 SaveEvery = Annotated[int, typer.Option(help="Updates from checkpoint to checkpoint.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="Of AdamW, constant.", min=0, callback=finite)]

@@ -22,6 +22,8 @@ class WarmUpOptions(TrainingOptions):
     adapter: str | None = None
     language: str
     sources: tuple[str, ...]
+    ops: tuple[str, ...] | None = None
+    """Nothing is learned of others; None: of all."""
     updates: int = 100
     examples_per_update: int = 8
     batch: int = 2

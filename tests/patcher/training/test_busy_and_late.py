@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from busy_worker import ALWAYS
+from busy_worker import ALWAYS, SLOW
 from command_line import ROOT
 from training_sample import OP, OPTIONS, RIGHT, WRONG, evaluation, judged, reply
+from typer.testing import CliRunner
 
-from patcher.bench import BusyError
+from patcher.bench import BudgetError, BusyError, Language, UsageError, load_ops
+from patcher.cli import app
 from patcher.training import KernelEnvironment
+from patcher.training.examples import Example, collect_examples
 from patcher.training.folder import Deadline, open_training, read_metrics
-from patcher.training.replies import JudgedReply, judged_reply
+from patcher.training.line_file import LineFile
+from patcher.training.replies import JudgedReply, SampledReply, judged_reply
 from patcher.training.reply_judges import AskedReply, ReplyJudges, Told
 
 ASKED = [AskedReply(OP, reply(WRONG)), AskedReply(OP, reply(f"{RIGHT}# {ALWAYS}\n"))]
@@ -144,3 +149,115 @@ def test_a_busy_machine_does_not_end_a_training(
         values = [each.judged.reward.value for each in samples if each.number == update]
         assert lines[update - 1].reward == pytest.approx(sum(values) / len(values))
     assert draw_training(tmp_path / "rl", [])
+
+
+def test_a_time_limit_ends_judging_between_replies_and_keeps_verdicts(
+    busy: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "verdicts.jsonl"
+    slow = AskedReply(OP, reply(f"{RIGHT}# {SLOW}\n"))
+    with ReplyJudges(OPTIONS, 1, store, "busy_worker") as judges:
+        judges.judge([AskedReply("linear", "the process starts")])
+        deadline = Deadline(5 / 60)
+        with pytest.raises(BudgetError, match="after 1 of 2 replies were judged"):
+            judges.judge([AskedReply(OP, "no source"), slow], nothing, deadline)
+    assert deadline.hit
+    with ReplyJudges(OPTIONS, 1, store, "no_worker") as judges:  # so that nothing can be judged
+        judges.judge([AskedReply(OP, "no source"), AskedReply("linear", "the process starts")])
+        with pytest.raises(RuntimeError, match="does not start"):
+            judges.judge([slow])
+
+
+def test_an_evaluation_stops_between_replies(busy: Path, tmp_path: Path) -> None:
+    """Within its only group of replies; it goes on with the verdicts that it has."""
+    pytest.importorskip("transformers")
+    from tiny_writer import write_model
+
+    from patcher.training.evaluate import EvaluateOptions, sample_tasks
+    from patcher.training.weights import load_model
+
+    late = reply(f"{WRONG}# {SLOW}\n")
+    loaded = load_model(str(write_model(tmp_path / "model", ["I cannot.", late])))
+    options = EvaluateOptions(model="m", language="torch", ops=(OP,), samples=8, reply_tokens=1)
+    store = tmp_path / "ev" / "verdicts.jsonl"
+
+    def evaluated(judges: Any, deadline: Deadline) -> list[SampledReply]:
+        with open_training(tmp_path / "ev", "evaluate", options) as folder:
+            return sample_tasks(folder, options, loaded, judges, {OP: "?"}, deadline, nothing)
+
+    with open_training(tmp_path / "ev", "evaluate", options):
+        pass
+    with ReplyJudges(OPTIONS, 2, store, "busy_worker") as judges:
+        judges.judge([AskedReply(op, "the processes start") for op in ("linear", "rms_norm")])
+        before = store.read_text()
+        with pytest.raises(BudgetError, match="are saved"):
+            evaluated(judges, Deadline(5 / 60))
+    assert len(store.read_text().splitlines()) == len(before.splitlines()) + 1
+    before = store.read_text()
+    with ReplyJudges(OPTIONS, 1, store) as judges:
+        found = evaluated(judges, Deadline(None))
+    assert {each.reply for each in found} >= {"I cannot.", late}
+    assert len(found) == 8
+    assert store.read_text().startswith(before)
+
+
+def test_a_time_limit_covers_the_examples_of_a_warm_up(tmp_path: Path) -> None:
+    """What was judged before it is taken up by the next call."""
+    words = ["train", "warm-up", str(tmp_path / "warm"), "--model", "m", "--from", "solutions"]
+    words += ["--language", "cpp", "--op", OP, "--pairs", "2", "--judges", "1", "--collect-only"]
+    late = CliRunner().invoke(app, [*words, "--minutes", "0"])
+    assert isinstance(late.exception, BudgetError)
+    assert late.exception.hint == "give the same command again"
+    assert not (tmp_path / "warm" / "examples.jsonl").exists()
+    whole = CliRunner().invoke(app, words)
+    assert whole.exception is None
+    examples = LineFile(tmp_path / "warm" / "examples.jsonl", Example).read()
+    assert {each.op for each in examples} == {OP}
+    verdicts = (tmp_path / "warm" / "verdicts.jsonl").read_text()
+    (tmp_path / "warm" / "examples.jsonl").unlink()
+    again = CliRunner().invoke(app, [*words, "--minutes", "0"])
+    assert again.exception is None, "all of it is judged already"
+    assert (tmp_path / "warm" / "verdicts.jsonl").read_text() == verdicts
+
+
+class TakesAll:
+    """Judges nothing: every reply is right. Says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[AskedReply] = []
+
+    def judge(self, asked: Sequence[AskedReply], *_: Any) -> list[JudgedReply]:
+        self.asked = list(asked)
+        environment = KernelEnvironment(OPTIONS, lambda *_: judged(evaluation("eager", 2.0)))
+        environment.begin(OP)
+        right = judged_reply(environment.step(reply(RIGHT)))
+        digests = [f"{number:064}" for number in range(len(asked))]
+        return [
+            right.model_copy(update={"op": each.op, "digest": digest})
+            for each, digest in zip(asked, digests, strict=True)
+        ]
+
+
+def test_solutions_are_of_the_ops_and_of_the_device_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(language: Language, ops: Sequence[str] | None) -> set[str]:
+        judges: Any = TakesAll()
+        options = replace(OPTIONS, language=language)
+        file = tmp_path / "examples.jsonl"
+        collect_examples(["solutions"], options, judges, file, nothing, Deadline(None), ops)
+        assert {each.op for each in LineFile(file, Example).read()} == {
+            each.op for each in judges.asked
+        }
+        return {each.op for each in judges.asked}
+
+    whole = taken(Language.CPP, None)
+    assert len(whole) > 2
+    assert taken(Language.CPP, [OP, "rms_norm"]) == {OP, "rms_norm"}
+    with pytest.raises(UsageError, match="no right cpp kernel among 0 replies"):
+        taken(Language.CPP, ["nothing"])
+    shipped = [info for op in load_ops().values() for info, _ in op.solutions()]
+    assert {each.device for each in shipped if each.language is Language.TORCH} == {"cpu"}
+    monkeypatch.setattr("patcher.training.examples.judge_device_kind", lambda *_: "cuda")
+    with pytest.raises(UsageError, match="no right torch kernel among 0 replies"):
+        taken(Language.TORCH, None)

@@ -195,7 +195,7 @@ class JudgesDouble:
     def __init__(self, most: int = 99) -> None:
         self._most = most
 
-    def judge(self, asked: Sequence[AskedReply]) -> list[JudgedReply]:
+    def judge(self, asked: Sequence[AskedReply], *_: Any) -> list[JudgedReply]:
         if self._most == 0:
             raise KeyboardInterrupt
         self._most -= 1
@@ -280,7 +280,9 @@ def test_a_recording_gives_right_kernels_and_nothing_else(tmp_path: Path) -> Non
     options = replace(OPTIONS, language=Language.CPP)
     file = tmp_path / "examples.jsonl"
     with ReplyJudges(options, 1) as judges:
-        found = collect_examples([str(archive)], options, judges, file, lambda *_: None)
+        found = collect_examples(
+            [str(archive)], options, judges, file, lambda *_: None, Deadline(None)
+        )
     examples = LineFile(file, Example).read()
     assert 0 < found.examples == len(examples) < found.replies
     assert len({each.digest for each in examples}) == len(examples)
@@ -288,4 +290,4 @@ def test_a_recording_gives_right_kernels_and_nothing_else(tmp_path: Path) -> Non
         assert getattr(each, name)
     assert all(each.source.endswith("/replies.jsonl") for each in examples)
     with pytest.raises(UsageError, match="no source of examples"):
-        collect_examples([str(tmp_path)], options, judges, file, lambda *_: None)
+        collect_examples([str(tmp_path)], options, judges, file, lambda *_: None, Deadline(None))
