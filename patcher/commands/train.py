@@ -100,7 +100,7 @@ def warm_up(
         require_one_gpu()
     options = WarmUpOptions(
         model=model.required(),
-        adapter=model.adapter_path(),
+        adapter=model.adapter_digest(),
         language=language,
         sources=tuple(sources),
         ops=tuple(op) if op else None,
@@ -205,7 +205,7 @@ def reinforce(
     options = ReinforceOptions.model_validate(
         {
             "model": model.required(),
-            "adapter": model.adapter_path(),
+            "adapter": model.adapter_digest(),
             "language": tasks.language,
             "ops": choose_ops(tasks.tasks, tasks.op or [], "train"),
             "method": method,
@@ -299,7 +299,7 @@ def evaluate(
     chosen = choose_ops(tasks.tasks, tasks.op or [], split, count, seed)  # type: ignore[arg-type]
     options = EvaluateOptions(
         model=model.required(),
-        adapter=model.adapter_path(),
+        adapter=model.adapter_digest(),
         language=tasks.language,
         ops=chosen,
         samples=samples,

@@ -27,6 +27,7 @@ class EvaluateOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset()
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     ops: tuple[str, ...]
     samples: int = 4
@@ -44,6 +45,7 @@ class ModelEvaluation(Record):
     schema_version: int = SCHEMA_VERSION
     model: str
     adapter: str | None
+    """Its `patcher.training.weights.adapter_digest`."""
     language: str
     samples: int
     """Of each task."""

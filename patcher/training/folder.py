@@ -188,7 +188,7 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
     try:
         begun = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         differ = [
-            f"{name} was {begun['options'].get(name)!r}, is {value!r}"
+            _difference(name, begun["options"].get(name), value)
             for name, value in asked["options"].items()
             if begun["options"].get(name) != value
         ]
@@ -200,6 +200,12 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
     if differ:
         said = "; ".join(each if len(each) < 200 else f"{each[:200]}..." for each in differ)
         raise UsageError(f"{path} was begun with other options: {said}", "give those, or a new one")
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    if name == "adapter" and was and now:
+        return f"--adapter is another one: its content was {was[:12]}, is {now[:12]}"
+    return f"{name} was {was!r}, is {now!r}"
 
 
 def read_metrics(path: Path) -> list[UpdateMetrics]:

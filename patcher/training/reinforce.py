@@ -25,6 +25,7 @@ class ReinforceOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset({"updates", "save_every"})
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     ops: tuple[str, ...]
     method: Literal["grpo", "rloo"] = "grpo"

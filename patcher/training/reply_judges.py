@@ -135,6 +135,7 @@ class ReplyJudges:
         keys = [self._key(each) for each in asked]
         open_ = {key: each for key, each in zip(keys, asked, strict=True) if key not in self._known}
         found: dict[_Key, JudgedReply] = {}
+        busy: dict[_Key, BusyError] = {}
         for wait_s in (*BUSY_WAITS_S, None):
             busy = self._round(open_, found, told, deadline)
             if not busy or wait_s is None or not waits.leaves(wait_s):

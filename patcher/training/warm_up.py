@@ -20,6 +20,7 @@ class WarmUpOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset({"updates", "save_every"})
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     sources: tuple[str, ...]
     ops: tuple[str, ...] | None = None

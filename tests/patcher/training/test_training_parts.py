@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,6 +27,7 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
 from patcher.cli import app
+from patcher.commands.train_options import ModelGroup
 from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
 from patcher.training import KernelEnvironment
@@ -187,6 +189,34 @@ def test_a_folder_is_one_training(tmp_path: Path) -> None:
         open_training(tmp_path / "b", "evaluate", options),
     ):
         pass
+
+
+def test_an_adapter_is_the_same_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training goes on where it and the adapter that it began with were carried to."""
+    adapter = tmp_path / "one" / "warm" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+
+    def begin(place: str) -> None:
+        monkeypatch.chdir(tmp_path / place)
+        digest = ModelGroup(model="m", adapter=Path("warm")).adapter_digest()
+        options = EvaluateOptions(model="m", adapter=digest, language="torch", ops=(OP,))
+        with open_training(Path("ev"), "evaluate", options):
+            pass
+
+    begin("one")
+    assert str(tmp_path) not in Path("ev/training.json").read_text()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    begin("two")
+    (tmp_path / "two" / "warm" / "adapter" / "adapter_model.safetensors").write_bytes(b"others")
+    with pytest.raises(UsageError, match="other options: --adapter is another one: its content"):
+        begin("two")
+    shutil.rmtree(tmp_path / "two" / "warm")
+    with pytest.raises(UsageError, match="holds no adapter"):
+        begin("two")
 
 
 class JudgesDouble:
