@@ -80,8 +80,8 @@ def warm_up(
     TRL's SFT trains a LoRA adapter, OUT/adapter; a line of OUT/metrics.jsonl an update.
 
     Exit code 2: OUT holds something else or was begun with other options, or nothing right was
-    found; 3: a package or a device is missing; 4: the time limit came first, and the same command
-    goes on.
+    found; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
+    limit came first. After 3 and 4 the same command goes on.
     """
     from patcher.training.examples import EXAMPLES, Example, collect_examples
     from patcher.training.folder import Deadline, open_training
@@ -274,8 +274,8 @@ def evaluate(
     can learn from, and evaluation.json.
 
     Exit code 2: OUT holds something else or was begun with other options, or --against is of other
-    tasks; 3: a package or a device is missing; 4: the time limit came first, and the same command
-    goes on.
+    tasks; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
+    limit came first. After 3 and 4 the same command goes on.
     """
     from patcher.training.choice import choose_ops
     from patcher.training.evaluate import (
