@@ -45,6 +45,8 @@ class MissingError(PatcherError):
 class BusyError(MissingError):
     """Other programs leave this machine too little time to measure; it may have more later."""
 
+    kind = "busy"
+
 
 class BudgetError(PatcherError):
     """A budget of money, time or iterations is exhausted."""
@@ -91,5 +93,6 @@ def relayed(error: dict[str, str]) -> PatcherError:
         An error of the class with that kind; a `PatcherError` if the kind is unknown.
     """
     # a class without a kind of its own is a detail of the process that raised it
-    kinds = {one.kind: one for one in PatcherError.__subclasses__() if "kind" in vars(one)}
+    classes: tuple[type[PatcherError], ...] = (*PatcherError.__subclasses__(), BusyError)
+    kinds = {one.kind: one for one in classes if "kind" in vars(one)}
     return kinds.get(error["kind"], PatcherError)(error["message"], error["hint"])

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import Language, UsageError
+from patcher.bench import BudgetError, Language, UsageError
 from patcher.commands.console import Json, Output, app, examples, finite
 from patcher.commands.option_groups import grouped
 from patcher.commands.train_options import (
@@ -17,6 +17,7 @@ from patcher.commands.train_options import (
     LearningRate,
     Minutes,
     ModelGroup,
+    OnlyOps,
     OutFolder,
     Rank,
     SaveEvery,
@@ -52,9 +53,10 @@ def warm_up(
             "--from",
             metavar="SOURCE",
             help="A folder or archive of `patcher record`, a run, a folder of `patcher train "
-            "evaluate` or `reinforce`, or `solutions`: the library's, judged anew.",
+            "evaluate` or `reinforce`, or `solutions`: the library's for the device, judged anew.",
         ),
     ] = None,
+    op: OnlyOps = None,
     language: Annotated[Language, typer.Option(help="The language of kernels.")] = Language.TRITON,
     collect_only: Annotated[
         bool, typer.Option("--collect-only", help="Write OUT/examples.jsonl, and stop.")
@@ -78,8 +80,8 @@ def warm_up(
     TRL's SFT trains a LoRA adapter, OUT/adapter; a line of OUT/metrics.jsonl an update.
 
     Exit code 2: OUT holds something else or was begun with other options, or nothing right was
-    found; 3: a package or a device is missing; 4: the time limit came first, and the same command
-    goes on.
+    found; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
+    limit came first. After 3 and 4 the same command goes on.
     """
     from patcher.training.examples import EXAMPLES, Example, collect_examples
     from patcher.training.folder import Deadline, open_training
@@ -98,9 +100,10 @@ def warm_up(
         require_one_gpu()
     options = WarmUpOptions(
         model=model.required(),
-        adapter=model.adapter_path(),
+        adapter=model.adapter_digest(),
         language=language,
         sources=tuple(sources),
+        ops=tuple(op) if op else None,
         updates=updates,
         examples_per_update=examples_per_update,
         batch=batch,
@@ -116,9 +119,16 @@ def warm_up(
         if not file.is_file():
             environment = judging.environment(language)
             with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
-                found = collect_examples(sources, environment, judges, file, bar)
+                found = collect_examples(
+                    sources, environment, judges, file, bar, deadline, options.ops
+                )
             by_source = ", ".join(f"{count} of {name}" for name, count in found.sources.items())
             bar.say(f"{found.examples} right of {found.replies} replies: {by_source}")
+            if not deadline.leaves(0.0) and not collect_only:
+                raise BudgetError(
+                    "the time limit came before the first update; the examples are saved",
+                    "give the same command again",
+                )
         known = LineFile(file, Example).read()
         if not collect_only:
             with seeded(seed):
@@ -165,9 +175,11 @@ def reinforce(
 ) -> int:
     """Train an adapter by reinforcement learning: the judge rewards the model's own kernels.
 
-    OUT gets adapter/, metrics.jsonl with a line an update, samples.jsonl with each reply and its
-    verdict, and verdicts.jsonl, by which no source is judged twice. Killed or stopped, the same
-    command goes on from the newest checkpoint: optimiser, random states and order of tasks too.
+    OUT gets adapter/, metrics.jsonl with a line an update, samples.jsonl with each judged reply and
+    its verdict, and verdicts.jsonl, by which no source is judged twice. A reply that the machine is
+    too busy to judge, again and again, is left out of its update and counted. Killed or stopped,
+    the same command goes on from the newest checkpoint: optimiser, random states and order of
+    tasks too.
 
     Exit code 2: OUT holds something else or was begun with other options; 3: a package or a device
     is missing, or the judge's process dies on every reply; 4: the time limit came first, and the
@@ -193,7 +205,7 @@ def reinforce(
     options = ReinforceOptions.model_validate(
         {
             "model": model.required(),
-            "adapter": model.adapter_path(),
+            "adapter": model.adapter_digest(),
             "language": tasks.language,
             "ops": choose_ops(tasks.tasks, tasks.op or [], "train"),
             "method": method,
@@ -262,8 +274,8 @@ def evaluate(
     can learn from, and evaluation.json.
 
     Exit code 2: OUT holds something else or was begun with other options, or --against is of other
-    tasks; 3: a package or a device is missing; 4: the time limit came first, and the same command
-    goes on.
+    tasks; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
+    limit came first. After 3 and 4 the same command goes on.
     """
     from patcher.training.choice import choose_ops
     from patcher.training.evaluate import (
@@ -287,7 +299,7 @@ def evaluate(
     chosen = choose_ops(tasks.tasks, tasks.op or [], split, count, seed)  # type: ignore[arg-type]
     options = EvaluateOptions(
         model=model.required(),
-        adapter=model.adapter_path(),
+        adapter=model.adapter_digest(),
         language=tasks.language,
         ops=chosen,
         samples=samples,

@@ -25,6 +25,9 @@ Minutes = Annotated[
         callback=finite,
     ),
 ]
+OnlyOps = Annotated[
+    list[str] | None, typer.Option(help="Learn from kernels of this op alone; may be repeated.")
+]
 Seed = Annotated[int, typer.Option(help="Of the order of data and of sampling.", min=0)]
 SaveEvery = Annotated[int, typer.Option(help="Updates from checkpoint to checkpoint.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="Of AdamW, constant.", min=0, callback=finite)]
@@ -54,8 +57,15 @@ class ModelGroup(OptionGroup):
             raise UsageError("no model is named", "add --model FOLDER, an id, or FILE.gguf")
         return self.model
 
-    def adapter_path(self) -> str | None:
-        return None if self.adapter is None else str(self.adapter.resolve())
+    def adapter_digest(self) -> str | None:
+        """What the adapter is, in whichever folder.
+
+        Raises:
+            UsageError: there is none in the given one.
+        """
+        from patcher.training.weights import adapter_digest
+
+        return None if self.adapter is None else adapter_digest(self.adapter)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from rich.text import Text
 
 from patcher.commands.console import Json, Output, app, examples, finite
 
-COLOURS = {"correct": "green", "refused": "red", "failed": "red", "left": "yellow"}
+COLOURS = {
+    "correct": "green",
+    "refused": "red",
+    "failed": "red",
+    "left": "yellow",
+    "busy": "yellow",
+}
 
 
 @app.command()
@@ -82,4 +88,4 @@ def worker(
     if interrupted:
         return 130
     outcomes = {job.outcome for job in served}
-    return 1 if "failed" in outcomes else 3 if "left" in outcomes else 0
+    return 1 if "failed" in outcomes else 3 if outcomes & {"left", "busy"} else 0

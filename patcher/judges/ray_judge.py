@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import TYPE_CHECKING, Any, Literal
 
-from patcher.bench import Candidate, Evaluation, MissingError, PatcherError, UsageError
+from patcher.bench import BusyError, Candidate, Evaluation, MissingError, PatcherError, UsageError
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges.jobs import JobFolder, JobResult, WorkerMachine
 from patcher.judges.remote import RemoteJudge, verdict
@@ -111,6 +111,8 @@ class RayJudge(RemoteJudge):
         if outcome.kind == "result":
             return verdict(JobResult.model_validate_json(outcome.text), posted, _AGAIN)
         del self._done[posted.digest]
+        if outcome.kind == "busy":
+            raise BusyError(f"a Ray worker could not time {posted.name}: {outcome.text}")
         if outcome.kind == "left":
             raise MissingError(
                 f"a Ray worker lacks what {posted.name} needs: {outcome.text}", "repair its node"

@@ -33,7 +33,7 @@ class PoolJob(Record):
 class PoolOutcome(Record):
     """What became of a job."""
 
-    kind: Literal["result", "left", "failed"]
+    kind: Literal["result", "left", "busy", "failed"]
     """A `result`, or as `WorkerSummary.outcome`."""
     text: str
     """The result as JSON, or why there is none."""
@@ -77,6 +77,8 @@ class RayWorker:
         [summary] = self._summaries
         self._worker.__exit__()
         self._worker = self._opened()  # it would not take the job again
+        if summary.outcome == "busy":
+            return PoolOutcome(kind="busy", text=summary.detail)
         return PoolOutcome(
             kind="left" if summary.outcome == "left" else "failed", text=summary.detail
         )

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from patcher.bench import (
     SCHEMA_VERSION,
+    BusyError,
     Candidate,
     Evaluation,
     MissingError,
@@ -128,6 +129,7 @@ def judge_for_reward(
     Raises:
         UsageError: the op has none of the baselines, or the language is only compiled here.
         WaitingError: the judge is remote; all jobs are written.
+        BusyError: a machine is too busy to time it against one of them.
         PatcherError: as `judge.evaluate`; that torch.compile does not run here is no error.
     """
     remote = remote_judge(where)
@@ -166,7 +168,7 @@ def reward_of(
         try:
             found[name] = evaluate(candidate, dataclasses.replace(settings, baseline=name))
         except MissingError as error:
-            if not found:
+            if not found or isinstance(error, BusyError):
                 raise
             missing[name] = error.message
         else:

@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 from patcher.bench import (
     SCHEMA_VERSION,
+    BusyError,
     Evaluation,
     MissingError,
     PatcherError,
@@ -57,7 +58,8 @@ class WorkerSummary(Record):
 
     job: str
     outcome: str
-    """Of the evaluation, or `refused`, `left` (this machine lacks what it needs), or `failed`."""
+    """Of the evaluation, or `refused`, `left` (this machine lacks what it needs), `busy` (left,
+    too: it has too little time), or `failed`."""
     detail: str = ""
     seconds: float | None = None
 
@@ -191,7 +193,8 @@ class Worker:
         except MissingError as error:
             self._close()  # a device that stopped answering is tried from anew
             self._left.add(name)
-            return WorkerSummary(job=name, outcome="left", detail=f"{error.message}; {error.hint}")
+            outcome = "busy" if isinstance(error, BusyError) else "left"
+            return WorkerSummary(job=name, outcome=outcome, detail=f"{error.message}; {error.hint}")
         except PatcherError as error:
             refusal = Refusal.model_validate(error.as_dict())
             digest = posted.digest if posted else None

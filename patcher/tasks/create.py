@@ -129,7 +129,8 @@ def create_tasks(out: Path, options: TaskOptions, report: Progress) -> CreatedTa
         _fill(candidates, pool, options, header, report)
     lines = "".join(f"{task.model_dump_json()}\n" for task in candidates.tasks)
     write_whole(out / INDEX, lines)
-    write_sheets(out, header.model_dump(mode="json"), candidates.all, known)
+    created = header.model_dump(mode="json") | {"compile_asked": options.compiled is not False}
+    write_sheets(out, created, candidates.all, known)
     return CreatedTasks(
         folder=str(out),
         tasks=len(candidates.tasks),

@@ -132,7 +132,10 @@ def datasheet_text(sheet: dict[str, Any]) -> str:
     created, tasks, examined = sheet["created"], sheet["tasks"], sheet["examined"]
     share = 100 * tasks / examined if examined else 0.0
     versions = ", ".join(f"{name} {number}" for name, number in created["versions"].items())
-    compiled = "ran compiled, too" if created["compiled"] else "were not compiled (no compiler)"
+    compiled = "ran compiled, too"
+    if not created["compiled"]:
+        why = "no compiler was found" if created["compile_asked"] else "that was not asked for"
+        compiled = f"were not compiled: {why}"
     lines = [
         "# Datasheet",
         "",

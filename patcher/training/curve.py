@@ -24,6 +24,8 @@ def draw_training(folder: Path, evaluations: Sequence[Path]) -> str:
         UsageError: there are no metrics, or no such evaluation.
     """
     found = read_metrics(folder)
+    # of an update of which no reply was judged, there is nothing to draw
+    found = [each for each in found if each.reward is not None] or found
     shown = [(path.name, read_evaluation(path).shares) for path in evaluations]
     return plot_training(folder.name, [each.update for each in found], panels_of(found), shown)
 

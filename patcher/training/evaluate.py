@@ -27,6 +27,7 @@ class EvaluateOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset()
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     ops: tuple[str, ...]
     samples: int = 4
@@ -44,6 +45,7 @@ class ModelEvaluation(Record):
     schema_version: int = SCHEMA_VERSION
     model: str
     adapter: str | None
+    """Its `patcher.training.weights.adapter_digest`."""
     language: str
     samples: int
     """Of each task."""
@@ -70,10 +72,10 @@ def sample_tasks(
     deadline: Deadline,
     told: Told,
 ) -> list[SampledReply]:
-    """SampledReply and judge what is not there yet; all samples.
+    """Sample and judge what is not there yet; all samples.
 
     Each group of tasks is drawn with a seed of its own, so that a resumed evaluation draws what an
-    undisturbed one would.
+    undisturbed one would, and finds the verdicts that a time limit let it reach.
 
     Raises:
         BudgetError: the time limit came first; the same command goes on.
@@ -96,13 +98,13 @@ def sample_tasks(
         begun_s = time.monotonic()
         told(f"tasks (sampling {len(group) * options.samples})", len(done), len(prompts))
         replies = _generate(loaded, [prompts[op] for op in group], options, number)
+        took_s = time.monotonic() - begun_s
         asked = [
             AskedReply(op, text)
             for op, texts in zip(group, replies, strict=True)
             for text, _ in texts
         ]
-        told(f"tasks (judging {len(asked)})", len(done), len(prompts))
-        verdicts = iter(judges.judge(asked))
+        verdicts = iter(judges.judge(asked, told, deadline))
         drawn = [
             SampledReply(
                 number=index,
@@ -117,7 +119,6 @@ def sample_tasks(
         # a whole task of a group may be there after a kill; it is drawn again the same
         folder.samples.append(each for each in drawn if each.judged.op not in done)
         done.update(group)
-        took_s = time.monotonic() - begun_s
     told("tasks", len(done), len(prompts))
     return folder.samples.read()
 

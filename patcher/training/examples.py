@@ -8,7 +8,7 @@ left out: that is rejection fine-tuning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from patcher.bench import (
     UsageError,
     load_ops,
 )
+from patcher.judges.languages import judge_device_kind
 from patcher.kernel_search.recording import (
     EVALUATIONS,
     REPLIES,
@@ -31,10 +32,10 @@ from patcher.kernel_search.recording import (
 from patcher.models import ModelCall
 from patcher.models.replay import read_recording
 from patcher.prompting.extract import extract_source
+from patcher.runs import durable
 from patcher.runs.run import Run, journal_name
 from patcher.training.environment import EnvironmentOptions, KernelEnvironment
-from patcher.training.folder import SAMPLES, TrainingFolder
-from patcher.training.line_file import LineFile
+from patcher.training.folder import SAMPLES, Deadline, TrainingFolder
 from patcher.training.replies import JudgedReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges, Told
 
@@ -83,6 +84,8 @@ def collect_examples(
     judges: ReplyJudges,
     into: Path,
     told: Told,
+    deadline: Deadline,
+    ops: Sequence[str] | None = None,
 ) -> CollectedExamples:
     """Write `examples.jsonl`, each candidate once.
 
@@ -91,9 +94,12 @@ def collect_examples(
             or `solutions`.
         environment: the language, and the prompts of solutions.
         judges: judge the solutions.
-        into: the file.
+        into: the file, which is written whole at the end.
+        deadline: of judging; what was judged is kept by `judges`.
+        ops: nothing of others; None: of all.
 
     Raises:
+        BudgetError: the time limit came first.
         UsageError: a source is none of these, or nothing right was found.
         PatcherError: the judge cannot judge here.
     """
@@ -103,13 +109,13 @@ def collect_examples(
     for source in sources:
         before = len(kept)
         found = (
-            _solutions(environment, judges, told)
+            _solutions(environment, judges, told, deadline, ops)
             if source == SOLUTIONS
             else _from_path(Path(source), environment.language)
         )
         for each in found:
             seen["replies"] += 1
-            if each is not None:
+            if each is not None and (ops is None or each.op in ops):
                 kept.setdefault(each.digest, each)
         by_source[source] = len(kept) - before
     if not kept:
@@ -117,8 +123,7 @@ def collect_examples(
             f"no right {environment.language} kernel among {seen['replies']} replies",
             "name other sources by --from, or another --language",
         )
-    into.unlink(missing_ok=True)
-    LineFile(into, Example).append(kept.values())
+    durable.write_whole(into, "".join(f"{each.model_dump_json()}\n" for each in kept.values()))
     return CollectedExamples(examples=len(kept), replies=seen["replies"], sources=by_source)
 
 
@@ -226,16 +231,23 @@ def _judged(
 
 
 def _solutions(
-    environment: EnvironmentOptions, judges: ReplyJudges, told: Told
+    environment: EnvironmentOptions,
+    judges: ReplyJudges,
+    told: Told,
+    deadline: Deadline,
+    ops: Sequence[str] | None,
 ) -> Iterator[Example | None]:
+    """Of these ops, in the language, for the kind of device that judges it."""
     language = environment.language
+    device = judge_device_kind(environment.judge, language)
     asked: dict[str, AskedReply] = {}
     for op in load_ops().values():
         for info, candidate in op.solutions():
-            if info.language is language:
+            wanted = ops is None or op.name in ops
+            if wanted and (info.language, info.device) == (language, device):
                 block = f"```{language.traits.tags[0]}\n{candidate.source}```\n"
                 asked[f"{op.name}/{info.name}"] = AskedReply(op.name, block)
-    found = judges.judge(list(asked.values()), told)
+    found = judges.judge(list(asked.values()), told, deadline)
     prompts = KernelEnvironment(environment)
     for (name, each), judged in zip(asked.items(), found, strict=True):
         prompt = prompts.reset(each.op)

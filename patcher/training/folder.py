@@ -52,6 +52,11 @@ class UpdateMetrics(Record):
     """Share of tasks whose replies all had one reward, from which nothing is learned."""
     lost: int = 0
     """Replies whose judge died, which count as wrong."""
+    unjudged: int = 0
+    """Replies that the judge's machine was too busy for: without a reward, and not in the update
+    nor in what is said of rewards and shares."""
+    skipped_tasks: int = 0
+    """Tasks of which no reply was judged, from which nothing is learned."""
 
 
 class TrainingSummary(Record):
@@ -147,6 +152,10 @@ class Deadline:
         self.hit = False
         """Whether it has ended something."""
 
+    def left_s(self) -> float | None:
+        """Seconds that are left, none below 0; None: there is no limit."""
+        return None if self._until_s is None else max(self._until_s - time.monotonic(), 0.0)
+
     def leaves(self, needed_s: float) -> bool:
         """Whether so much time is left; if not, it is hit."""
         if self._until_s is not None and time.monotonic() + needed_s > self._until_s:
@@ -179,7 +188,7 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
     try:
         begun = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         differ = [
-            f"{name} was {begun['options'].get(name)!r}, is {value!r}"
+            _difference(name, begun["options"].get(name), value)
             for name, value in asked["options"].items()
             if begun["options"].get(name) != value
         ]
@@ -191,6 +200,12 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
     if differ:
         said = "; ".join(each if len(each) < 200 else f"{each[:200]}..." for each in differ)
         raise UsageError(f"{path} was begun with other options: {said}", "give those, or a new one")
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    if name == "adapter" and was and now:
+        return f"--adapter is another one: its content was {was[:12]}, is {now[:12]}"
+    return f"{name} was {was!r}, is {now!r}"
 
 
 def read_metrics(path: Path) -> list[UpdateMetrics]:

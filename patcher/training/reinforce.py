@@ -12,7 +12,7 @@ from patcher.bench import UsageError
 from patcher.training.choice import in_rounds
 from patcher.training.environment import EnvironmentOptions, KernelEnvironment
 from patcher.training.folder import Deadline, TrainingFolder, TrainingOptions
-from patcher.training.replies import SHARES, SampledReply
+from patcher.training.replies import SHARES, JudgedReply, SampledReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges
 from patcher.training.trl import completion_text
 from patcher.training.updates import Told, UpdateWriter, run_updates, shared_arguments
@@ -25,6 +25,7 @@ class ReinforceOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset({"updates", "save_every"})
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     ops: tuple[str, ...]
     method: Literal["grpo", "rloo"] = "grpo"
@@ -75,15 +76,20 @@ class Rollouts:
     """The reward function, and what it saw of the update."""
 
     def __init__(
-        self, judges: ReplyJudges, prompts: dict[str, str], longest: int, told: Told
+        self, judges: ReplyJudges, prompts: dict[str, str], longest: int, deadline: Deadline
     ) -> None:
-        self._judges, self._prompts, self._longest, self._told = judges, prompts, longest, told
+        self._judges, self._prompts, self._longest = judges, prompts, longest
+        self._deadline = deadline
         self.samples: list[SampledReply] = []
-        self._cut_off: list[bool] = []
+        """Those that were judged."""
+        self._ops: Sequence[str] = ()
+        self._tokens: list[int] = []
         self._times = (0.0, 0.0)
 
-    def rewards(self, writer: UpdateWriter, folder: TrainingFolder) -> Callable[..., list[float]]:
-        """For TRL."""
+    def rewards(
+        self, writer: UpdateWriter, folder: TrainingFolder
+    ) -> Callable[..., list[float | None]]:
+        """For TRL, which leaves a reply out of the update whose reward is None."""
 
         def patcher_reward(
             completions: Sequence[Any],
@@ -91,25 +97,26 @@ class Rollouts:
             completion_ids: Sequence[Sequence[int]],
             trainer_state: Any,
             **_: Any,
-        ) -> list[float]:
+        ) -> list[float | None]:
             begun = time.monotonic()
             texts = [completion_text(each) for each in completions]
             asked = [AskedReply(name, text) for name, text in zip(op, texts, strict=True)]
-            found = self._judges.judge(asked, self._told)
+            found = self._judges.judge_most(asked, lambda *_: None, self._deadline)
             self._times = (begun - writer.begun_s, time.monotonic() - begun)
-            self._cut_off = [len(ids) >= self._longest for ids in completion_ids]
+            self._ops, self._tokens = op, [len(ids) for ids in completion_ids]
             self.samples = [
                 SampledReply(
                     number=trainer_state.global_step + 1,
                     prompt=self._prompts[each.op],
                     reply=each.reply,
-                    tokens=len(ids),
+                    tokens=tokens,
                     judged=judged,
                 )
-                for each, ids, judged in zip(asked, completion_ids, found, strict=True)
+                for each, tokens, judged in zip(asked, self._tokens, found, strict=True)
+                if isinstance(judged, JudgedReply)
             ]
             folder.samples.append(self.samples)
-            return [each.reward.value for each in found]
+            return [each.reward.value if isinstance(each, JudgedReply) else None for each in found]
 
         return patcher_reward
 
@@ -120,16 +127,22 @@ class Rollouts:
         for each in judged:
             by_op.setdefault(each.op, set()).add(each.reward.value)
         generating, judging = self._times
-        return {
-            "tokens": sum(each.tokens for each in self.samples),
+        counts: dict[str, Any] = {
+            "tokens": sum(self._tokens),
             "generating_s": round(generating, 3),
             "judging_s": round(judging, 3),
-            "replies": len(judged),
+            "replies": len(self._ops),
+            "cut_off": fmean(tokens >= self._longest for tokens in self._tokens),
+            "lost": sum(each.lost for each in judged),
+            "unjudged": len(self._ops) - len(judged),
+            "skipped_tasks": len(set(self._ops) - set(by_op)),
+        }
+        if not judged:
+            return counts
+        return counts | {
             "reward": fmean(each.reward.value for each in judged),
             "shares": {name: fmean(each.flags()[name] for each in judged) for name in SHARES},
-            "cut_off": fmean(self._cut_off),
             "flat_tasks": fmean(len(values) == 1 for values in by_op.values()),
-            "lost": sum(each.lost for each in judged),
         }
 
 
@@ -153,7 +166,7 @@ def reinforce(
         PatcherError: the judge cannot judge here.
     """
     trl, datasets = import_module("trl"), import_module("datasets")
-    rollouts = Rollouts(judges, prompts, options.reply_tokens, lambda *_: None)
+    rollouts = Rollouts(judges, prompts, options.reply_tokens, deadline)
     writer = UpdateWriter(folder, options.updates, deadline, told, rollouts.measured)
     ops = in_rounds(list(prompts), options.updates * options.tasks_per_update, options.seed)
     size = options.tasks_per_update * options.replies_per_task

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from patcher.bench import SCHEMA_VERSION, Candidate, MissingError, Outcome, Record, load_op, relayed
+from patcher.bench import (
+    SCHEMA_VERSION,
+    BudgetError,
+    BusyError,
+    Candidate,
+    MissingError,
+    Outcome,
+    Record,
+    load_op,
+    relayed,
+)
 from patcher.prompting.extract import extract_source
 from patcher.tasks.pool import WorkerPool, WorkerReply
 from patcher.training.environment import OPTIONS, EnvironmentOptions
+from patcher.training.folder import Deadline
 from patcher.training.line_file import LineFile
 from patcher.training.replies import JudgedReply
 from patcher.training.shaping import WRONG, TurnReward
@@ -20,7 +32,12 @@ TRIES = 2
 """How many processes one reply may end before it counts as wrong."""
 JUDGEMENT_S = 900.0
 """Longest that one reply may take; its process is replaced then."""
+BUSY_WAITS_S = (30.0, 120.0)
+"""Waits after which a reply is judged again whose machine was too busy; after that, it is not."""
 MODULE = "patcher.training.worker"
+
+_Key = tuple[str, str]
+"""Digests of the op and of the candidate."""
 
 Told = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -49,7 +66,8 @@ class ReplyJudges:
 
     A local judge of a GPU is alone on it while it checks and times; builds and starts overlap. A
     process that dies is replaced and its reply judged again; a reply that ends `TRIES` processes
-    counts as wrong, and says that it is lost.
+    counts as wrong, and says that it is lost. Where a machine is too busy to time one, it is judged
+    again after `BUSY_WAITS_S`.
 
     Args:
         options: of the environment; `turns` does not matter.
@@ -68,7 +86,7 @@ class ReplyJudges:
         self._given = OPTIONS.dump_python(options, mode="json")
         self._pool = WorkerPool(workers, JUDGEMENT_S, module)
         self._file = LineFile(store, KeptVerdict) if store else None
-        self._known: dict[tuple[str, str], JudgedReply] = {}
+        self._known: dict[_Key, JudgedReply] = {}
         for kept in self._file.read() if self._file else []:
             self._known[kept.contract, kept.source] = kept.judged
 
@@ -78,43 +96,96 @@ class ReplyJudges:
     def __exit__(self, *exc: object) -> None:
         self._pool.__exit__()
 
-    def judge(self, asked: Sequence[AskedReply], told: Told = lambda *_: None) -> list[JudgedReply]:
-        """The verdicts, in the order of the replies.
+    def judge(
+        self,
+        asked: Sequence[AskedReply],
+        told: Told = lambda *_: None,
+        deadline: Deadline | None = None,
+    ) -> list[JudgedReply]:
+        """The verdicts, in the order of the replies. What was judged before an error is kept.
 
         Raises:
+            BudgetError: the time limit came first.
+            BusyError: a machine was too busy for a reply, each time that it was judged.
             MissingError: every reply of the batch is lost, so that the judge itself is broken.
             PatcherError: as `patcher.judges.reward.judge_for_reward`.
         """
+        deadline = deadline or Deadline(None)
+        found = self._judged(asked, told, deadline, waits=deadline)
+        verdicts = [each for each in found if isinstance(each, JudgedReply)]
+        for each in found:
+            if isinstance(each, BusyError):
+                raise _time_is_up(len(verdicts), len(found)) if deadline.hit else each
+        return verdicts
+
+    def judge_most(
+        self, asked: Sequence[AskedReply], told: Told, deadline: Deadline
+    ) -> list[JudgedReply | BusyError]:
+        """The verdicts, or why there is none: a machine was too busy, each time that the reply was
+        judged. The time limit ends no judgement, but what it does not leave time for is not begun.
+
+        Raises:
+            MissingError, PatcherError: as `judge`.
+        """
+        return self._judged(asked, told, Deadline(None), waits=deadline)
+
+    def _judged(
+        self, asked: Sequence[AskedReply], told: Told, deadline: Deadline, waits: Deadline
+    ) -> list[JudgedReply | BusyError]:
         keys = [self._key(each) for each in asked]
-        open_: dict[tuple[str, str], AskedReply] = {
-            key: each for key, each in zip(keys, asked, strict=True) if key not in self._known
-        }
-        found: dict[tuple[str, str], JudgedReply] = {}
-        for attempt in range(1, TRIES + 1):
-            jobs = {
-                key: self._pool.submit("judge", options=self._given, op=each.op, reply=each.reply)
-                for key, each in open_.items()
-                if key not in found
-            }
-            try:
-                for key, job in jobs.items():
-                    told("judging", len(found), len(open_))
-                    judged = self._taken(job, open_[key].op, last=attempt == TRIES)
-                    if judged is not None:
-                        found[key] = judged
-                        self._keep(key, judged)
-            except BaseException:
-                for job in jobs.values():
-                    job.cancel()
-                raise
+        open_ = {key: each for key, each in zip(keys, asked, strict=True) if key not in self._known}
+        found: dict[_Key, JudgedReply] = {}
+        busy: dict[_Key, BusyError] = {}
+        for wait_s in (*BUSY_WAITS_S, None):
+            busy = self._round(open_, found, told, deadline)
+            if not busy or wait_s is None or not waits.leaves(wait_s):
+                break
+            told("waiting: the judge's machine is busy", len(found), len(open_))
+            time.sleep(wait_s)
         if len(found) > 1 and all(each.lost for each in found.values()):
             raise MissingError(
                 f"the judge's process died on each of {len(found)} replies",
                 "judge one by hand, and see what it says: patcher evaluate OP FILE --reward",
             )
-        return [self._known.get(key) or found[key] for key in keys]
+        return [self._known.get(key) or found.get(key) or busy[key] for key in keys]
 
-    def _key(self, asked: AskedReply) -> tuple[str, str]:
+    def _round(
+        self,
+        open_: dict[_Key, AskedReply],
+        found: dict[_Key, JudgedReply],
+        told: Told,
+        deadline: Deadline,
+    ) -> dict[_Key, BusyError]:
+        """Judge what is not found yet, once; those that a machine was too busy for."""
+        busy: dict[_Key, BusyError] = {}
+        for attempt in range(1, TRIES + 1):
+            jobs = {
+                self._pool.submit("judge", options=self._given, op=each.op, reply=each.reply): key
+                for key, each in open_.items()
+                if key not in found and key not in busy
+            }
+            told("judging", len(found), len(open_))
+            try:
+                for job in as_completed(jobs, deadline.left_s()):
+                    key = jobs[job]
+                    try:
+                        judged = self._taken(job, open_[key].op, last=attempt == TRIES)
+                    except BusyError as error:
+                        busy[key] = error
+                        continue
+                    if judged is not None:
+                        found[key] = judged
+                        self._keep(key, judged)
+                        told("judging", len(found), len(open_))
+            except TimeoutError:
+                deadline.hit = True
+                raise _time_is_up(len(found), len(open_)) from None
+            finally:
+                for job in jobs:
+                    job.cancel()
+        return busy
+
+    def _key(self, asked: AskedReply) -> _Key:
         """Replies are the same where the judge would be given the same."""
         source = extract_source(asked.reply, self.options.language, asked.op)
         if not isinstance(source, str):
@@ -142,9 +213,16 @@ class ReplyJudges:
             lost=True,
         )
 
-    def _keep(self, key: tuple[str, str], judged: JudgedReply) -> None:
+    def _keep(self, key: _Key, judged: JudgedReply) -> None:
         if judged.lost:
             return  # another process may fare better
         self._known[key] = judged
         if self._file is not None:
             self._file.append([KeptVerdict(contract=key[0], source=key[1], judged=judged)])
+
+
+def _time_is_up(done: int, total: int) -> BudgetError:
+    return BudgetError(
+        f"the time limit came after {done} of {total} replies were judged, which are saved",
+        "give the same command again",
+    )

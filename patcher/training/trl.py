@@ -13,9 +13,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
+from patcher.bench import BusyError
+from patcher.training import reply_judges
 from patcher.training.environment import EnvironmentOptions, JudgeReply, KernelEnvironment
 
 
@@ -24,19 +28,28 @@ def rows(environment: KernelEnvironment, ops: Iterable[str]) -> list[dict[str, s
     return [{"prompt": environment.reset(op), "op": op} for op in ops]
 
 
-def reward_function(environment: KernelEnvironment) -> Callable[..., list[float]]:
-    """A reward function of TRL: the reward of each completion as the first reply of an episode."""
+def reward_function(environment: KernelEnvironment) -> Callable[..., list[float | None]]:
+    """A reward function of TRL: the reward of each completion as the first reply of an episode.
+
+    A completion that the machine is too busy to time, again after each of `BUSY_WAITS_S`, has none:
+    TRL leaves it out of the update.
+    """
 
     def patcher_reward(
         prompts: Sequence[Any], completions: Sequence[Any], op: Sequence[str], **_: Any
-    ) -> list[float]:
-        values = []
-        for completion, name in zip(completions, op, strict=True):
-            environment.begin(name)
-            values.append(environment.step(completion_text(completion)).reward.value)
-        return values
+    ) -> list[float | None]:
+        return [_value(environment, *each) for each in zip(completions, op, strict=True)]
 
     return patcher_reward
+
+
+def _value(environment: KernelEnvironment, completion: Any, op: str) -> float | None:
+    for wait_s in (0.0, *reply_judges.BUSY_WAITS_S):
+        time.sleep(wait_s)
+        environment.begin(op)
+        with suppress(BusyError):
+            return environment.step(completion_text(completion)).reward.value
+    return None
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:

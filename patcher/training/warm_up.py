@@ -20,8 +20,11 @@ class WarmUpOptions(TrainingOptions):
     FREE: ClassVar[frozenset[str]] = frozenset({"updates", "save_every"})
     model: str
     adapter: str | None = None
+    """Its `adapter_digest`."""
     language: str
     sources: tuple[str, ...]
+    ops: tuple[str, ...] | None = None
+    """Nothing is learned of others; None: of all."""
     updates: int = 100
     examples_per_update: int = 8
     batch: int = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,6 +143,18 @@ def adapter_folder(path: Path) -> Path:
     raise UsageError(
         f"{path} holds no adapter", "give a folder of `patcher train warm-up` or `reinforce`"
     )
+
+
+def adapter_digest(path: Path) -> str:
+    """What an adapter is, wherever it lies: sha256 of its configuration and weights.
+
+    Raises:
+        UsageError: as `adapter_folder`.
+    """
+    found = hashlib.sha256()
+    for file in sorted(adapter_folder(path).glob("adapter_*")):
+        found.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _place(name: str) -> tuple[str, dict[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patcher.bench import PatcherError, UsageError, relayed
+from patcher.bench import BusyError, PatcherError, UsageError, relayed
 from patcher.bench.ab.processes import TooLateError
 from patcher.bench.engines.child_errors import child_failed
 
@@ -61,4 +61,5 @@ def test_an_error_that_is_relayed_is_of_its_kind_and_of_no_other() -> None:
         again = relayed(error.as_dict())
         assert type(again) is PatcherError
         assert (again.message, again.hint) == (error.message, error.hint)
-    assert type(relayed(UsageError("wrong").as_dict())) is UsageError
+    for kind in (UsageError, BusyError):
+        assert type(relayed(kind("wrong").as_dict())) is kind

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 from patcher import bench
 from patcher.bench import (
     BaselineTime,
+    BusyError,
     Candidate,
     Environment,
     Evaluation,
@@ -461,6 +463,21 @@ def test_what_this_machine_cannot_judge_is_left_to_others(
     outcomes = {job["job"]: job["outcome"] for job in told["jobs"]}
     assert outcomes == {first.name: "left", second.name: "generation_failure"}
     assert [path.name for path in (tmp_path / "results").iterdir()] == [second.name]
+
+
+def test_what_a_busy_machine_cannot_time_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    posted = submitted(tmp_path)
+
+    def busy(*_: Any) -> Evaluation:
+        raise BusyError("this machine is too busy", "stop other programs")
+
+    monkeypatch.setattr(Worker, "_judged", busy)
+    assert app(["worker", str(tmp_path), "--once", "--json"], standalone_mode=False) == 3
+    [job] = json.loads(capsys.readouterr().out)["jobs"]
+    assert (job["job"], job["outcome"]) == (posted.name, "busy")
+    assert not any((tmp_path / "results").iterdir())
 
 
 def test_a_judge_that_fails_at_one_job_serves_the_next(

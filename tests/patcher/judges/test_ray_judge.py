@@ -9,13 +9,22 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray_cluster import ray_cluster
 
 from patcher import bench
-from patcher.bench import Candidate, Evaluation, Language, MissingError, Outcome, UsageError
+from patcher.bench import (
+    BusyError,
+    Candidate,
+    Evaluation,
+    Language,
+    MissingError,
+    Outcome,
+    UsageError,
+)
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.judges import open_judges, remote_judge, resolved_judge
@@ -160,6 +169,21 @@ def test_what_the_cluster_lacks_is_said(ray: Any) -> None:
             Cluster(place).pool("cuda")
         assert "ray start --address" in caught.value.hint
         assert caught.value.exit_code == 3
+
+
+def test_a_busy_worker_is_told_from_one_that_lacks_something() -> None:
+    pytest.importorskip("ray")
+    from patcher.judges.ray_worker import PoolOutcome
+
+    open_ = object.__new__(RayJudge)  # without a cluster
+    posted: Any = SimpleNamespace(name="a job", digest="1")
+    open_._done = {"1": PoolOutcome(kind="left", text="no compiler")}
+    with pytest.raises(MissingError, match="lacks what a job needs") as caught:
+        open_._taken(posted)
+    assert not isinstance(caught.value, BusyError)
+    open_._done = {"1": PoolOutcome(kind="busy", text="another program")}
+    with pytest.raises(BusyError, match="could not time a job: another program"):
+        open_._taken(posted)
 
 
 def test_no_ray_and_no_cluster_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from patcher import bench
 from patcher.bench import (
+    BusyError,
     Candidate,
     Check,
     Evaluation,
@@ -138,6 +139,8 @@ def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
 ) -> None:
     """The judge is scripted: torch.compile runs on every machine that tests."""
 
+    absent: Exception = MissingError("no compiler")
+
     class Scripted:
         def __init__(self, baseline: str | None) -> None:
             self.baseline = baseline
@@ -150,13 +153,17 @@ def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
 
         def evaluate(self, candidates: list[Candidate]) -> list[Evaluation]:
             if self.baseline == "torch.compile":
-                raise MissingError("no compiler")
+                raise absent
             return [evaluation("eager", FAST, digest=candidates[0].digest)]
 
     monkeypatch.setattr(judged_, "open_judges", lambda _w, s, *_, **_k: Scripted(s.baseline))
     candidate = Candidate(op=OP, language=Language.CPP, source="x")
     found = judge_for_reward("local", candidate, JudgeSettings(), "t", lambda *_: None)
     assert (found.reward.value, found.reward.missing) == (2, {"torch.compile": "no compiler"})
+    # a machine that is busy now says nothing of what the candidate is worth
+    absent = BusyError("this machine is too busy")
+    with pytest.raises(BusyError):
+        judge_for_reward("local", candidate, JudgeSettings(), "t", lambda *_: None)
     down = Candidate(op="moe_matmul_down", language=Language.CPP, source="x")
     with pytest.raises(UsageError, match=r"has no baseline of torch\.compile"):
         judge_for_reward(

@@ -22,6 +22,7 @@ from patcher.tasks import examine as examining
 from patcher.tasks import load_tasks
 from patcher.tasks.compose import compose, operators
 from patcher.tasks.create import split_of
+from patcher.tasks.datasheet import datasheet_text
 from patcher.tasks.known import KnownStructures
 from patcher.tasks.pool import WorkerPool
 from patcher.tasks.records import load_times
@@ -218,7 +219,12 @@ def test_what_a_benchmark_has_is_no_task(created: Path) -> None:
     sheet = json.loads((created / "datasheet.json").read_text())
     assert sheet["examined"] == len(lines)
     assert sheet["outcomes"]["kept"] == COUNT == sum(sheet["depths"].values())
-    assert "like a benchmark's" in (created / "datasheet.md").read_text()
+    text = (created / "datasheet.md").read_text()
+    assert "like a benchmark's" in text
+    # made with --no-compile
+    assert "Modules were not compiled: that was not asked for." in text
+    sheet["created"]["compile_asked"] = True
+    assert "Modules were not compiled: no compiler was found." in datasheet_text(sheet)
 
 
 def written(folder: Path) -> dict[str, bytes]:

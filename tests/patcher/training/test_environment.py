@@ -9,6 +9,7 @@ import pytest
 from training_sample import OP, OPTIONS, RIGHT, WRONG, evaluation, judged, reply
 
 from patcher.bench import (
+    BusyError,
     Candidate,
     UsageError,
 )
@@ -78,6 +79,20 @@ def test_a_source_is_judged_once() -> None:
     )
     assert values == [2.0, 2.0, -1.0]
     assert len(seen) == 1
+
+
+def test_what_a_busy_machine_cannot_time_has_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patcher.training.reply_judges.BUSY_WAITS_S", (0.0, 0.0))
+    busy = [BusyError("this machine is too busy")] * 4
+
+    def judge(*_: Any) -> RewardResult:
+        if busy:
+            raise busy.pop()
+        return judged(evaluation("eager", 2.0))
+
+    function = reward_function(KernelEnvironment(OPTIONS, judge))
+    values = function(prompts=["", ""], completions=[reply(RIGHT), reply(RIGHT)], op=[OP] * 2)
+    assert values == [None, 2.0]
 
 
 CHEAT = """import torch

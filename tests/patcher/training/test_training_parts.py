@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,6 +27,7 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
 from patcher.cli import app
+from patcher.commands.train_options import ModelGroup
 from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
 from patcher.training import KernelEnvironment
@@ -189,13 +191,41 @@ def test_a_folder_is_one_training(tmp_path: Path) -> None:
         pass
 
 
+def test_an_adapter_is_the_same_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training goes on where it and the adapter that it began with were carried to."""
+    adapter = tmp_path / "one" / "warm" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+
+    def begin(place: str) -> None:
+        monkeypatch.chdir(tmp_path / place)
+        digest = ModelGroup(model="m", adapter=Path("warm")).adapter_digest()
+        options = EvaluateOptions(model="m", adapter=digest, language="torch", ops=(OP,))
+        with open_training(Path("ev"), "evaluate", options):
+            pass
+
+    begin("one")
+    assert str(tmp_path) not in Path("ev/training.json").read_text()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    begin("two")
+    (tmp_path / "two" / "warm" / "adapter" / "adapter_model.safetensors").write_bytes(b"others")
+    with pytest.raises(UsageError, match="other options: --adapter is another one: its content"):
+        begin("two")
+    shutil.rmtree(tmp_path / "two" / "warm")
+    with pytest.raises(UsageError, match="holds no adapter"):
+        begin("two")
+
+
 class JudgesDouble:
     """Says that every reply of a letter is right; stops where it is told to."""
 
     def __init__(self, most: int = 99) -> None:
         self._most = most
 
-    def judge(self, asked: Sequence[AskedReply]) -> list[JudgedReply]:
+    def judge(self, asked: Sequence[AskedReply], *_: Any) -> list[JudgedReply]:
         if self._most == 0:
             raise KeyboardInterrupt
         self._most -= 1
@@ -280,7 +310,9 @@ def test_a_recording_gives_right_kernels_and_nothing_else(tmp_path: Path) -> Non
     options = replace(OPTIONS, language=Language.CPP)
     file = tmp_path / "examples.jsonl"
     with ReplyJudges(options, 1) as judges:
-        found = collect_examples([str(archive)], options, judges, file, lambda *_: None)
+        found = collect_examples(
+            [str(archive)], options, judges, file, lambda *_: None, Deadline(None)
+        )
     examples = LineFile(file, Example).read()
     assert 0 < found.examples == len(examples) < found.replies
     assert len({each.digest for each in examples}) == len(examples)
@@ -288,4 +320,4 @@ def test_a_recording_gives_right_kernels_and_nothing_else(tmp_path: Path) -> Non
         assert getattr(each, name)
     assert all(each.source.endswith("/replies.jsonl") for each in examples)
     with pytest.raises(UsageError, match="no source of examples"):
-        collect_examples([str(tmp_path)], options, judges, file, lambda *_: None)
+        collect_examples([str(tmp_path)], options, judges, file, lambda *_: None, Deadline(None))
