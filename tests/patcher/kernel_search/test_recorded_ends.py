@@ -1,0 +1,135 @@
+"""Recordings, status and reports of loops that ended otherwise than by their iterations, or that
+rank by the user's own score."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from agent_sample import OP, Line, advice, code, recording, verdict
+
+from patcher import pipeline
+from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench.machine.environment import describe
+from patcher.judges import meter
+from patcher.kernel_search import stage
+from patcher.kernel_search.recording import read, record, replay
+from patcher.models.ceilings import SpendingLimits
+from patcher.models.retry import Clock
+from patcher.plan import RunPlan, RunResult
+from patcher.report.gather import gather
+from patcher.report.views import attempt_rows
+from patcher.runs.run import Run
+from patcher.settings import resolve
+from patcher.status import status
+from patcher.strategies.search import Search
+
+SPEEDUPS = {"first": 1.2, "second": 3.0, "third": 2.0, "fourth": 1.5}
+LINES: list[Line] = [
+    ("0/generate", code("first")),
+    *[(f"{at}/analyse", advice("widen the loads")) for at in (1, 2, 3)],
+    *[(f"{at}/generate", code(name)) for at, name in enumerate(SPEEDUPS) if at],
+]
+
+
+def judged(candidates: list[Candidate]) -> list[Evaluation]:
+    place = {"environment": describe("cpu")}
+    names = [one.source.rsplit("// ", 1)[-1].strip() for one in candidates]
+    return [
+        verdict(one, SPEEDUPS[name]).model_copy(update=place)
+        for one, name in zip(candidates, names, strict=True)
+    ]
+
+
+def begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str = "refine", **settings: object
+) -> Run:
+    """A run of scripted replies and verdicts, not yet worked on."""
+    recording(tmp_path, LINES)
+    judges = SimpleNamespace(evaluate=judged, prepare=None)
+    monkeypatch.setattr(stage, "open_judges", lambda *_, **__: nullcontext(judges))
+    monkeypatch.chdir(tmp_path)
+    named = {"model": "replay:recording.jsonl", "iterations": 4, "memory": "off", **settings}
+    plan = RunPlan(op=OP, language=Language.CPP, whole=False, search=Search(strategy=strategy))
+    return pipeline.start(resolve(named), "optimize", None, None, plan)
+
+
+def execute(run: Run) -> RunResult:
+    return pipeline.execute(run, lambda *_: None, lambda _: None)
+
+
+def slow_judge(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    ticks = itertools.count()
+    clock = Clock(now=lambda: seconds * next(ticks))
+    monkeypatch.setattr(meter, "Clock", lambda: clock)
+
+
+@pytest.mark.parametrize("strategy", ["refine", "sample"])
+def test_a_recording_of_a_loop_that_a_ceiling_ended_replays(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last replies were paid for and have no verdict."""
+    slow_judge(monkeypatch, 40)
+    with begun(tmp_path, monkeypatch, strategy, budget_minutes=1.5) as run:
+        found = execute(run).optimisation
+        assert found
+        assert (found.stopped, len(found.iterations)) == ("budget", 2)
+        now = status(run)
+    assert now.step is None
+    assert status(Run.open(run.path, read_only=True)).state == "finished"
+    record(run.path, tmp_path / "rec")
+    assert replay(tmp_path / "rec") == []
+
+
+def test_a_loop_that_goes_on_is_not_recorded_as_it_ended_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_judge(monkeypatch, 40)
+    with begun(tmp_path, monkeypatch, budget_minutes=1.5) as run:
+        execute(run)
+        SpendingLimits(minutes=100).note_in(run)
+        with pytest.raises(UsageError, match="goes on"):
+            record(run.path, tmp_path / "early")
+        assert status(run).step == f"{OP}/2/evaluate"
+        found = execute(run).optimisation
+    assert found
+    assert (found.stopped, len(found.iterations)) == ("iterations", 4)
+    record(run.path, tmp_path / "rec")
+    assert replay(tmp_path / "rec") == []
+
+
+def test_a_score_decides_what_is_best_wherever_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's measure likes the slowest."""
+    (tmp_path / "score.py").write_text(
+        "import json, sys\n"
+        'speedup = json.load(sys.stdin)["evaluation"]["geomean_speedup"]\n'
+        'print(json.dumps({"score": -speedup}))\n'
+    )
+    score = {"script": "score.py"}
+    with begun(tmp_path, monkeypatch, score=score) as run:
+        found = execute(run).optimisation
+    assert found
+    assert (found.best_iteration, found.best_speedup) == (0, 1.2)
+    now = status(Run.open(run.path, read_only=True))
+    assert (now.best_iteration, now.best_speedup) == (0, 1.2)
+    report = gather(Run.open(run.path, read_only=True))
+    assert report.best
+    assert report.best.digest == found.best_digest
+    assert [row.iteration for row in attempt_rows(report.attempts) if row.best] == [0]
+    page = (run.path / f"ops/{OP}/attempts.md").read_text()
+    assert "[0](0/) **best**" in page
+
+    record(run.path, tmp_path / "rec")
+    assert replay(tmp_path / "rec") == []
+    file = tmp_path / "rec" / "recording.json"
+    about = json.loads(file.read_text())
+    about["optimisation"]["best_iteration"] = 1
+    file.write_text(json.dumps(about))
+    assert replay(tmp_path / "rec") == ["best_iteration: 1 then, 0 now"]
+    assert read(tmp_path / "rec").optimisation.iterations[1].score == -3.0
