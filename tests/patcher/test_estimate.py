@@ -13,6 +13,7 @@ from patcher.agent import MAX_TOKENS
 from patcher.attempts import KnownKernel
 from patcher.bench import Language, UsageError, load_op
 from patcher.kernel_search.estimate import JUDGE_S, Figure, estimate
+from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.settings import Settings
@@ -72,8 +73,9 @@ def test_a_strategy_decides_how_many_questions_there_are(
 
 
 def test_the_worst_prompt_fills_the_room_that_the_settings_give() -> None:
-    wide = settings(1).model_copy(update={"prompt_tokens": 100_000})
-    assert (estimate(OP, Language.CPP, wide).tokens.worst or 0) > 100_000
+    wide = settings(1).model_copy(update={"prompt_tokens": 2 * PROMPT_TOKENS})
+    worst = [estimate(OP, Language.CPP, each).tokens.worst or 0 for each in (settings(1), wide)]
+    assert worst[1] - worst[0] >= PROMPT_TOKENS
 
 
 def test_a_kernel_to_begin_from_is_in_every_prompt() -> None:
