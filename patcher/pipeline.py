@@ -37,6 +37,7 @@ from patcher.bench import (
 from patcher.bench.engines import in_process
 from patcher.bench.engines.architecture import published_config
 from patcher.bench.judge import JudgeSettings
+from patcher.bench.judge.planning import require_fits
 from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
@@ -131,7 +132,10 @@ def _require_start(
     kind = judge_device_kind(where, language)
     op = None if op_name is None else load_op(op_name)
     if op is not None:
-        served_sweep(op, kind, plan.sweep, workload)
+        sweep = op.sweep(kind, served_sweep(op, kind, plan.sweep, workload))
+        if not language.compile_only:
+            # of another machine's memory nothing is known here
+            require_fits(op, sweep, kind if remote_judge(where) is None else "cpu")
     if workload is not None:
         if op is not None:
             must_fit_model(op, workload.engine, partial(published_config, workload.model))
