@@ -49,7 +49,11 @@ from patcher.integrate import Patch, engine_version, must_fit_model
 from patcher.judges import LOCAL, remote_judge
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
-from patcher.kernel_search.stage import require_models, search_kernel
+from patcher.kernel_search.stage import (
+    require_exchange_folders,
+    require_models,
+    search_kernel,
+)
 from patcher.ledgers import with_ledger_if_known
 from patcher.levers.load import load_levers
 from patcher.places import places_in, require_some_place
@@ -177,6 +181,7 @@ def execute(
     except MissingError as error:
         hint = f"put that right, then: patcher resume {run.id}"
         raise MissingError(error.message, hint) from None
+    require_exchange_folders(run, None if judge else where)
     if plan.whole or where == LOCAL:  # else no figure is made here
         for change in same_machine(
             run, plan.measured_on(workload), MACHINE_INDEPENDENT, machine_changed

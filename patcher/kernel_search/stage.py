@@ -12,7 +12,7 @@ from typing import Any
 
 from patcher.agent import StopRules, run_loop
 from patcher.attempts import LoopResult, Progress
-from patcher.bench import Language, Op, Record
+from patcher.bench import Language, Op, Record, UsageError
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
@@ -171,6 +171,32 @@ def require_models(settings: Mapping[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for spec in _named(settings, ("model", *ADVISERS)).values():
             resolve_model(spec, Path(scratch))
+
+
+def require_exchange_folders(run: Run, judge: str | None) -> None:
+    """Refuse to put open questions into a folder of the same name elsewhere, where nobody answers
+    them: a run keeps no path of its machine, so `exchange:DIR` is below the current folder.
+
+    Args:
+        judge: where candidates are judged, if the run's settings say it.
+
+    Raises:
+        UsageError: a folder that this run has used is not there.
+    """
+    steps = [event.step for event in run.events if event.kind == "intent"]
+    roles = {step.partition("/ask-")[2].partition("/")[0] for step in steps}
+    specs = _named(run.config.settings, ("model", *ADVISERS))
+    used = [spec for name, spec in specs.items() if ADVISERS.get(name, "generate") in roles]
+    if judge is not None and any(step.endswith("/evaluate") for step in steps):
+        used.append(judge)
+    for spec in used:
+        kind, _, place = spec.partition(":")
+        if kind == "exchange" and place and not Path(place).exists():
+            raise UsageError(
+                f"there is no {place} here, which run {run.id} exchanges files through",
+                f"resume it in the folder where it was begun: patcher resume {run.path.resolve()}; "
+                f"or, to ask anew what is open, create {place}",
+            )
 
 
 def _named(settings: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from agent_sample import OP, Line, advice, code, recording, verdict
 
 from patcher import pipeline
-from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench import Candidate, Evaluation, Language, UsageError, WaitingError
 from patcher.bench.machine.environment import describe
 from patcher.judges import meter
 from patcher.kernel_search import stage
@@ -66,6 +66,32 @@ def slow_judge(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     ticks = itertools.count()
     clock = Clock(now=lambda: seconds * next(ticks))
     monkeypatch.setattr(meter, "Clock", lambda: clock)
+
+
+@pytest.mark.parametrize("place", ["model", "judge"])
+def test_a_run_resumed_elsewhere_asks_nobody_twice(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exchange:DIR` is below the current folder."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "other").mkdir()
+    with (
+        monkeypatch.context() as inside,
+        begun(tmp_path / "home", inside, **{place: "exchange:letters"}) as run,
+    ):
+        inside.undo()
+        monkeypatch.chdir(tmp_path / "home")
+        with pytest.raises(WaitingError):
+            execute(run)
+        monkeypatch.chdir(tmp_path / "other")
+        recording(tmp_path / "other", LINES)
+        with pytest.raises(UsageError, match=r"there is no letters here") as caught:
+            execute(run)
+        assert str(run.path.resolve()) in caught.value.hint
+        assert [path.name for path in (tmp_path / "other").iterdir()] == ["recording.jsonl"]
+        monkeypatch.chdir(tmp_path / "home")
+        with pytest.raises(WaitingError):
+            execute(run)
 
 
 @pytest.mark.parametrize("strategy", ["refine", "sample"])
