@@ -61,7 +61,7 @@ from patcher.plan import DEMO as DEMO
 from patcher.plan import ProfileFromFile, RunResult
 from patcher.plan import RunPlan as RunPlan
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.runs.machine import same_machine
+from patcher.runs.machine import judge_anew, same_machine
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
@@ -182,11 +182,15 @@ def execute(
         hint = f"put that right, then: patcher resume {run.id}"
         raise MissingError(error.message, hint) from None
     require_exchange_folders(run, None if judge else where)
+    changed: list[str] = []
     if plan.whole or where == LOCAL:  # else no figure is made here
-        for change in same_machine(
+        changed = same_machine(
             run, plan.measured_on(workload), MACHINE_INDEPENDENT, machine_changed
-        ):
-            say(f"judging and measuring again: {change}")
+        )
+    if machine_changed and not changed and where != LOCAL and judge_anew(run, MACHINE_INDEPENDENT):
+        changed = [f"the machine behind {where}"]
+    for change in changed:
+        say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:

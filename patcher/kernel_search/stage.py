@@ -25,6 +25,7 @@ from patcher.plan import DEMO
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
 from patcher.report.raster import to_png
+from patcher.runs.machine import judging_id
 from patcher.runs.run import Run
 from patcher.settings import OFF, resolve
 from patcher.strategies.search import Search
@@ -113,7 +114,8 @@ def search_kernel(
     if hardware.words.endswith(NOT_TOLD):
         say(f"the agents are told of {hardware.words}: a worker that ran once before tells it")
     # one for all: what it trusts is started once
-    with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
+    asks = judging_id(run)
+    with open_judges(where, judge_settings, asks, report, counters=counters, say=say) as judges:
         found = run_loop(
             run,
             op,

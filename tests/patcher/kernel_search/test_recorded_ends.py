@@ -8,12 +8,20 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from agent_sample import OP, Line, advice, code, recording, verdict
 
 from patcher import pipeline
-from patcher.bench import Candidate, Evaluation, Language, UsageError, WaitingError
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    UsageError,
+    VerificationError,
+    WaitingError,
+)
 from patcher.bench.machine.environment import describe
 from patcher.judges import meter
 from patcher.kernel_search import stage
@@ -58,8 +66,8 @@ def begun(
     return pipeline.start(resolve(named), "optimize", None, None, plan)
 
 
-def execute(run: Run) -> RunResult:
-    return pipeline.execute(run, lambda *_: None, lambda _: None)
+def execute(run: Run, **more: bool) -> RunResult:
+    return pipeline.execute(run, lambda *_: None, lambda _: None, **more)
 
 
 def slow_judge(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -92,6 +100,40 @@ def test_a_run_resumed_elsewhere_asks_nobody_twice(
         monkeypatch.chdir(tmp_path / "home")
         with pytest.raises(WaitingError):
             execute(run)
+
+
+def test_a_judge_elsewhere_that_was_replaced_judges_all_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is seen here, so the user's word decides; replies stay."""
+    device, asked = ["old"], list[str]()
+
+    def elsewhere(candidates: list[Candidate]) -> list[Evaluation]:
+        if len(asked) == 1 and "third" in candidates[0].source:
+            device[0] = "new"
+        place = {"environment": describe("cpu").model_copy(update={"device": device[0]})}
+        return [each.model_copy(update=place) for each in judged(candidates)]
+
+    def opened(_where: str, _settings: object, request_id: str, *_: object, **__: object) -> Any:
+        asked.append(request_id)
+        return nullcontext(SimpleNamespace(evaluate=elsewhere, prepare=None))
+
+    with begun(tmp_path, monkeypatch, judge="exchange:jobs") as run:
+        monkeypatch.setattr(stage, "open_judges", opened)
+        with pytest.raises(VerificationError, match="was judged on old") as caught:
+            execute(run)
+        assert caught.value.hint.endswith(f"patcher resume {run.id} --machine-changed")
+        (tmp_path / "jobs").mkdir()
+        found = execute(run, machine_changed=True).optimisation
+        assert found
+        assert [one.geomean_speedup for one in found.iterations] == list(SPEEDUPS.values())
+        assert asked == [run.id, f"{run.id}.1"]
+        verdicts = [run.load(f"{OP}/{at}/evaluate", Evaluation) for at in range(4)]
+        assert {one.environment.device for one in verdicts if one.environment} == {"new"}
+        replies = [each for each in run.events if each.kind == "result" and "/ask-" in each.step]
+        assert len({each.step for each in replies}) == len(replies) == 7
+    record(run.path, tmp_path / "rec")
+    assert replay(tmp_path / "rec") == []
 
 
 @pytest.mark.parametrize("strategy", ["refine", "sample"])
