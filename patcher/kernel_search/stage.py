@@ -12,7 +12,7 @@ from typing import Any
 
 from patcher.agent import StopRules, run_loop
 from patcher.attempts import LoopResult, Progress
-from patcher.bench import Language, Op, Record, UsageError
+from patcher.bench import Language, Op, Record, UsageError, VerificationError
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
@@ -53,6 +53,31 @@ class Hardware(Record):
     words: str
 
 
+class JudgedContract(Record):
+    """What the verdicts of a run are about: contract, reference, inputs and baselines."""
+
+    digest: str
+    """`Op.digest`."""
+
+
+def require_same_op(run: Run, op: Op) -> None:
+    """Hold the op against the one that the run began with.
+
+    Raises:
+        VerificationError: it was edited, or came with another patcher: verdicts on the two are not
+            comparable.
+    """
+    begun = run.step(
+        f"{op.name}/contract", lambda: JudgedContract(digest=op.digest), JudgedContract
+    )
+    if begun.digest != op.digest:
+        raise VerificationError(
+            f"{op.name} is not the op that run {run.id} began with: its contract, reference, "
+            "inputs or baselines were changed",
+            "start a new run, or take the change back and resume this one",
+        )
+
+
 def search_kernel(
     run: Run,
     op: Op,
@@ -81,6 +106,7 @@ def search_kernel(
     settings = run.config.settings
     if where == LOCAL:
         require_here(language)
+    require_same_op(run, op)
     kind = judge_device_kind(where, language)
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)

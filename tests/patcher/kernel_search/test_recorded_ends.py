@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from patcher.bench import (
     UsageError,
     VerificationError,
     WaitingError,
+    load_op,
 )
 from patcher.bench.machine.environment import describe
 from patcher.judges import meter
@@ -54,7 +56,11 @@ def judged(candidates: list[Candidate]) -> list[Evaluation]:
 
 
 def begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str = "refine", **settings: object
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str = "refine",
+    op: str = OP,
+    **settings: object,
 ) -> Run:
     """A run of scripted replies and verdicts, not yet worked on."""
     recording(tmp_path, LINES)
@@ -62,7 +68,7 @@ def begun(
     monkeypatch.setattr(stage, "open_judges", lambda *_, **__: nullcontext(judges))
     monkeypatch.chdir(tmp_path)
     named = {"model": "replay:recording.jsonl", "iterations": 4, "memory": "off", **settings}
-    plan = RunPlan(op=OP, language=Language.CPP, whole=False, search=Search(strategy=strategy))
+    plan = RunPlan(op=op, language=Language.CPP, whole=False, search=Search(strategy=strategy))
     return pipeline.start(resolve(named), "optimize", None, None, plan)
 
 
@@ -98,6 +104,32 @@ def test_a_run_resumed_elsewhere_asks_nobody_twice(
         assert str(run.path.resolve()) in caught.value.hint
         assert [path.name for path in (tmp_path / "other").iterdir()] == ["recording.jsonl"]
         monkeypatch.chdir(tmp_path / "home")
+        with pytest.raises(WaitingError):
+            execute(run)
+
+
+def test_verdicts_of_a_run_are_about_one_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who writes an op edits it while a run waits."""
+    library = tmp_path / "ops"
+    shutil.copytree(load_op(OP).folder, library / "my_norm")
+    for name in ("op.toml", "reference.py", "inputs.py", "baselines.py"):
+        file = library / "my_norm" / name
+        file.write_text(file.read_text().replace(OP, "my_norm"))
+    monkeypatch.setenv("PATCHER_OPS", str(library))
+    with begun(tmp_path, monkeypatch, op="my_norm", model="exchange:letters") as run:
+        with pytest.raises(WaitingError):
+            execute(run)
+        edited = tmp_path / "edited"
+        shutil.copytree(library, edited)
+        with (edited / "my_norm" / "reference.py").open("a") as reference:
+            reference.write("\n# one line more\n")
+        monkeypatch.setenv("PATCHER_OPS", str(edited))
+        with pytest.raises(VerificationError, match="my_norm is not the op that run") as caught:
+            execute(run)
+        assert "start a new run" in caught.value.hint
+        monkeypatch.setenv("PATCHER_OPS", str(library))
         with pytest.raises(WaitingError):
             execute(run)
 
