@@ -63,7 +63,7 @@ def _packed(form: Any, tensors: Sequence[str]) -> str:
         case {"dict": list(items)}:
             inside = (f"{literal(key)}: {_packed(each, tensors)}" for key, each in items)
             return f"{{{', '.join(inside)}}}"
-    return tensors[form]
+    return tensors[int(form)]
 
 
 def _leaves(form: Any, path: str) -> Iterator[tuple[int, str]]:
