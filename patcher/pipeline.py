@@ -37,6 +37,7 @@ from patcher.bench import (
 from patcher.bench.engines import in_process
 from patcher.bench.engines.architecture import published_config
 from patcher.bench.judge import JudgeSettings
+from patcher.bench.judge.planning import require_fits
 from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
@@ -48,7 +49,11 @@ from patcher.integrate import Patch, engine_version, must_fit_model
 from patcher.judges import LOCAL, remote_judge
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
-from patcher.kernel_search.stage import require_models, search_kernel
+from patcher.kernel_search.stage import (
+    require_exchange_folders,
+    require_models,
+    search_kernel,
+)
 from patcher.ledgers import with_ledger_if_known
 from patcher.levers.load import load_levers
 from patcher.places import places_in, require_some_place
@@ -56,7 +61,7 @@ from patcher.plan import DEMO as DEMO
 from patcher.plan import ProfileFromFile, RunResult
 from patcher.plan import RunPlan as RunPlan
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.runs.machine import same_machine
+from patcher.runs.machine import judge_anew, same_machine
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
@@ -131,7 +136,10 @@ def _require_start(
     kind = judge_device_kind(where, language)
     op = None if op_name is None else load_op(op_name)
     if op is not None:
-        served_sweep(op, kind, plan.sweep, workload)
+        sweep = op.sweep(kind, served_sweep(op, kind, plan.sweep, workload))
+        if not language.compile_only:
+            # of another machine's memory nothing is known here
+            require_fits(op, sweep, kind if remote_judge(where) is None else "cpu")
     if workload is not None:
         if op is not None:
             must_fit_model(op, workload.engine, partial(published_config, workload.model))
@@ -173,11 +181,16 @@ def execute(
     except MissingError as error:
         hint = f"put that right, then: patcher resume {run.id}"
         raise MissingError(error.message, hint) from None
+    require_exchange_folders(run, None if judge else where)
+    changed: list[str] = []
     if plan.whole or where == LOCAL:  # else no figure is made here
-        for change in same_machine(
+        changed = same_machine(
             run, plan.measured_on(workload), MACHINE_INDEPENDENT, machine_changed
-        ):
-            say(f"judging and measuring again: {change}")
+        )
+    if machine_changed and not changed and where != LOCAL and judge_anew(run, MACHINE_INDEPENDENT):
+        changed = [f"the machine behind {where}"]
+    for change in changed:
+        say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -11,8 +12,11 @@ from patcher.agent import recorded_stop
 from patcher.attempts import Attempt
 from patcher.bench import SCHEMA_VERSION, Outcome, Record
 from patcher.models.ceilings import CostLedger, account
-from patcher.runs.journal import State, fold
+from patcher.runs.journal import Event, State, fold
 from patcher.runs.run import Run
+
+_ENDS = re.compile(r"\w+/stopped(-\d+)?")
+"""Steps in which the loop on an op ended."""
 
 
 class Status(Record):
@@ -28,7 +32,8 @@ class Status(Record):
     candidates: int
     best_iteration: int | None
     best_speedup: float | None
-    """Geometric mean over the strongest baseline, of the best that is right and faster."""
+    """Geometric mean over the strongest baseline, of the one that the loop keeps: the fastest, or
+    the first by the user's own score."""
     spent_usd: float
     """The most that it can have cost: the sum of the ledger's columns."""
     ledger: CostLedger = Field(default_factory=CostLedger)
@@ -61,7 +66,7 @@ def status(run: Run) -> Status:
     state = fold(events)
     found = attempts(run)
     best = best_of(found)
-    pending = state.pending[-1] if state.pending else None
+    pending = _open_step(run, events, state)
     ended = "decision" in state.results or _loop_ended(run, state, best)
     ledger = account(events).ledger
     return Status(
@@ -77,6 +82,16 @@ def status(run: Run) -> Status:
     )
 
 
+def _open_step(run: Run, events: Sequence[Event], state: State) -> str | None:
+    """The last step without a result. One that a ceiling kept from it is none once the loop has
+    ended for that, until the run is given more."""
+    ends = {step for step in state.results if _ENDS.fullmatch(step)}
+    ends = {step for step in ends if recorded_stop(run, step.rsplit("/", 1)[0])}
+    ended = max((each.seq for each in events if each.step in ends), default=-1)
+    begun = {each.step: each.seq for each in events if each.kind == "intent"}
+    return next((step for step in reversed(state.pending) if begun[step] > ended), None)
+
+
 def attempts(run: Run) -> tuple[Attempt, ...]:
     """Those done so far, in order; one whose file is not there yet is left out."""
     found = []
@@ -89,14 +104,14 @@ def attempts(run: Run) -> tuple[Attempt, ...]:
 
 
 def best_of(found: Iterable[Attempt]) -> Attempt | None:
-    """The fastest of those that are right and faster than the baseline."""
+    """The one that the loop keeps: of those that are right and faster than the baseline."""
     right = [one for one in found if one.outcome is Outcome.CORRECT and one.duplicate_of is None]
-    return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
+    return max(right, key=lambda attempt: attempt.worth, default=None)
 
 
 def _loop_ended(run: Run, state: State, best: Attempt | None) -> bool:
     """Whether nothing comes after the loop: it was all that was asked for, or found nothing."""
-    ops = {step.rsplit("/", 1)[0] for step in state.results if "/stopped" in step}
+    ops = {step.rsplit("/", 1)[0] for step in state.results if _ENDS.fullmatch(step)}
     over = any(recorded_stop(run, name) for name in ops)
     whole = run.config.settings.get("plan", {}).get("whole", True)
     return over and (best is None or not whole)

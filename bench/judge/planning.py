@@ -6,6 +6,8 @@ anyway. Then a few sets suffice: some that are called, and one that must stay un
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from patcher.bench.errors import UsageError
@@ -60,11 +62,18 @@ def soaked_calls(op: Op, sweep: Sweep, wanted: int) -> int:
 
 
 def require_fits(op: Op, sweep: Sweep, device: str) -> None:
-    """Check that every point fits into memory, before anything is built.
+    """Check that every point fits into memory and has something to do, before anything is built.
 
     Raises:
-        UsageError: a point of the sweep or a hidden shape is too large.
+        UsageError: a point of the sweep or a hidden shape is too large, or nothing of it is timed.
     """
+    results = [tensor for tensor in op.contract.tensors if tensor.access != "read"]
+    for point in sweep.points():
+        if not any(math.prod(op.contract.shape(tensor, point)) for tensor in results):
+            raise UsageError(
+                f"{op.name} at {point.label()} has nothing to do: what it writes is empty",
+                "choose a sweep with sizes above 0",
+            )
     for point in shapes_tried(op, sweep):
         plan = tensors_of(op, point)
         every = [tensor.name for tensor in op.contract.tensors]

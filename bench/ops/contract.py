@@ -156,13 +156,12 @@ class Accuracy(Record):
 
 
 class Cost(Record):
-    """Arithmetic over axis names and dtype symbols (their item sizes)."""
+    """Arithmetic over axis names and dtype symbols (their item sizes). Where another formula may
+    need less arithmetic, `rewritable`, only bytes make a time too short."""
 
     bytes: str
     flops: str
     rewritable: bool = False
-    """Whether `flops` is of a formula as it stands, such as an imported module, for which another
-    formula may need less arithmetic. Then it makes no time too short: only bytes do."""
 
 
 class Symbol(Record):

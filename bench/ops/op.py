@@ -185,13 +185,14 @@ class Op:
                 f"{self.name} has no sweep {name or ''} for {device}", f"it has: {known}"
             )
         for axis, guard in self.contract.guards.axes.items():
-            size = found.fixed.get(axis)
-            if SIZED in found.name and size is not None and not guard.takes(size):
-                raise UsageError(
-                    f"{self.name} is not for {axis} = {size:,}: its kernels are called where it "
-                    f"is {guard}",
-                    "give another size, or another op",
-                )
+            sizes = {point.axes[axis] for point in found.points() if axis in point.axes}
+            for size in sorted(sizes) if SIZED in found.name else ():
+                if not guard.takes(size):
+                    raise UsageError(
+                        f"{self.name} is not for {axis} = {size:,}: its kernels are called where "
+                        f"it is {guard}",
+                        "give another size, or another op",
+                    )
         return found
 
     def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
@@ -255,6 +256,8 @@ def sweep_named(contract: Contract, name: str | None) -> Sweep | None:
     values: list[int] = []
     for change in filter(None, changes.split(",")):
         key, _, value = change.partition("=")
+        if key in {*sizes, *dtypes, *([sweep.axis] if values else [])}:
+            raise ValueError(f"{key} is given twice in {name}")
         if key in sweep.fixed and value.isdecimal():
             sizes[key] = int(value)
         elif key == sweep.axis and all(size.isdecimal() for size in value.split(":")):

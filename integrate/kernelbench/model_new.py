@@ -25,7 +25,14 @@ from patcher.bench import (
 from patcher.bench.toolchains.native import binds_with_torch
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.op_files import RECORD, ProblemRecord
-from patcher.integrate.kernelbench.problem import is_model_new, is_problem, literal, shown
+from patcher.integrate.kernelbench.problem import (
+    defined_names,
+    is_model_new,
+    is_problem,
+    literal,
+    shown,
+)
+from patcher.integrate.kernelbench.results import form_of, is_flat, packed, unpacked
 
 ENTRY = '''
 
@@ -60,7 +67,7 @@ def {op}({names}):
     for table, leaf, name, shape in places:
         table[leaf] = state[name] if shape else state[name].reshape(())
     values = module({given})
-    values = values if isinstance(values, (tuple, list)) else (values,)
+    values = {values}
     for out, value in zip(({written},), values, strict=True):
         if value.numel() != out.numel():
             raise RuntimeError(f"ModelNew gives {{list(value.shape)}}, not {{list(out.shape)}}")
@@ -189,6 +196,12 @@ def candidate_of(op: str, text: str) -> Candidate:
             str(each["tensor"]) if "tensor" in each else literal(each["value"])
             for each in record.arguments
         ]
+        form = form_of(record.result, len(contract.written))
+        packed(form, [each.name for each in contract.written])
+        # who gives a list for a tuple, or a tensor for a tuple of one, is understood
+        values = "values if isinstance(values, (tuple, list)) else (values,)"
+        if not is_flat(form):
+            values = f"({', '.join(unpacked(form, 'values'))},)"
     except Refused as reason:
         raise UsageError(f"{RECORD} of {op} is damaged: {reason}", "import it again") from reason
     shapes = {each.name: tuple(map(int, each.shape)) for each in contract.tensors if each.constant}
@@ -201,8 +214,11 @@ def candidate_of(op: str, text: str) -> Candidate:
         names=", ".join(each.name for each in contract.tensors),
         bound=", ".join(f"{name!r}: {name}" for name in record.state),
         given=", ".join(given),
+        values=values,
         written=", ".join(each.name for each in contract.written),
     )
+    if op in defined_names(text):  # a file that `model_new` wrote: its kernel has the entry's name
+        text = re.sub(rf"\b{op}\b", f"_{op}", text)
     triton = re.search(r"^\s*(?:import|from) triton\b", text, re.MULTILINE)
     language = Language.TRITON if triton else Language.TORCH
     return Candidate(op=op, language=language, source=text.rstrip("\n") + "\n" + entry)
@@ -272,6 +288,12 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
         for each in contract.written
     ]
     outputs = [each.name for each in contract.written]
+    shaped = [f"{each}.reshape(())" if each in record.scalars else each for each in outputs]
+    try:
+        returned = packed(form_of(record.result, len(outputs)), shaped)
+    except Refused as reason:
+        said = f"{RECORD} of {candidate.op} is damaged: {reason}"
+        raise UsageError(said, "import it again") from reason
     return MODEL_NEW.format(
         op=candidate.op,
         file=record.file,
@@ -283,7 +305,7 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
         made=", ".join(made),
         call=call,
         names=", ".join(names),
-        returned=outputs[0] if len(outputs) == 1 else f"({', '.join(outputs)})",
+        returned=returned,
     )
 
 

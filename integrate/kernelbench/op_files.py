@@ -11,6 +11,7 @@ import tomlkit
 from patcher.bench import SCHEMA_VERSION, Contract, Record, VerificationError
 from patcher.integrate.kernelbench.contract import NamedTensor, PrecisionColumn, TracedOp
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace
+from patcher.integrate.kernelbench.results import form_of, packed
 from patcher.integrate.kernelbench.written import Body
 
 RECORD = "problem.json"
@@ -40,6 +41,11 @@ class ProblemRecord(Record):
     """The module's parameters and buffers by the op's names."""
     parameters: tuple[str, ...]
     """The op's names of the parameters, in the module's order."""
+    result: Any = None
+    """How the module's result holds its tensors: see `results.py`. None, in files of earlier
+    versions: one tensor, or a tuple of several."""
+    scalars: tuple[str, ...] = ()
+    """Results without an axis, which are one number in an axis in the contract."""
 
 
 def op_files(
@@ -74,6 +80,7 @@ def op_files(
             *(PLANTED if any(word in each for each in body.lines for word in LOOSE) else ()),
         ),
     }
+    packed(form_of(trace.result, len(written)), written)
     record = ProblemRecord(
         op=contract.name,
         file=problem.file,
@@ -83,6 +90,10 @@ def op_files(
         arguments=tuple(op.arguments),
         state={each.name: each.target for each in op.tensors if each.kind != "input"},
         parameters=tuple(each.name for each in op.tensors if each.kind == "parameter"),
+        result=trace.result,
+        scalars=tuple(
+            name for name, each in zip(written, trace.outputs, strict=True) if not each.shape
+        ),
     )
     document = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     toml = tomlkit.dumps(document)

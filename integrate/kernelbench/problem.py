@@ -88,6 +88,8 @@ class ProblemTrace(Record):
     """The arguments of `forward`: `{"tensor": NAME}` or `{"value": LITERAL}`."""
     steps: Annotated[tuple[TracedStep, ...], Field(max_length=2000)]
     outputs: Annotated[tuple[TracedOutput, ...], Field(min_length=1, max_length=64)]
+    result: Any = None
+    """How the result holds them: see `results.py`."""
     symbols: dict[Name, FreeSize]
     sums: tuple[Size, ...]
     flops: tuple[str, ...]
@@ -127,15 +129,16 @@ class Problem(Record):
 
 def is_problem(text: str) -> bool:
     """Whether a Python text has the form of a KernelBench problem."""
-    return {"Model", "get_inputs", "get_init_inputs"} <= _defined(text)
+    return {"Model", "get_inputs", "get_init_inputs"} <= defined_names(text)
 
 
 def is_model_new(text: str) -> bool:
     """Whether a Python text is a KernelBench candidate."""
-    return "ModelNew" in _defined(text)
+    return "ModelNew" in defined_names(text)
 
 
-def _defined(text: str) -> set[str]:
+def defined_names(text: str) -> set[str]:
+    """Classes and functions that a Python text defines; none of a text that is no Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

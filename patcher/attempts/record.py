@@ -111,6 +111,11 @@ class Attempt(Record):
     why: str = ""
     """What a strategy with draws drew it from."""
 
+    @property
+    def worth(self) -> float:
+        """Greater is better, among those that are right: the user's score, or else the speedup."""
+        return (self.geomean_speedup or 0.0) if self.score is None else self.score
+
 
 class LoopResult(Record):
     """The whole loop on one op."""

@@ -111,7 +111,7 @@ def optimize(
         from patcher.kernel_search.estimate import estimate
         from patcher.show.models import estimate_lines
 
-        found = estimate(known, language, settings, sweep)
+        found = estimate(known, language, settings, sweep, search)
         Output(as_json).emit(found, *estimate_lines(found))
         return 0
     plan = RunPlan(

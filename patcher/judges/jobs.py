@@ -208,7 +208,8 @@ def read_job(folder: Path) -> JobFolder | None:
         raise VerificationError(
             f"the worker's op {job.op} is not the one that asked: its contract, reference, inputs "
             "or baselines differ",
-            "install the same patcher (and the same PATCHER_OPS) on both machines",
+            "install the same patcher (and the same PATCHER_OPS) on both machines, and restart the "
+            "worker: it reads an op once",
         )
     return posted
 

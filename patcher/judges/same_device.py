@@ -24,7 +24,7 @@ def require_same_device(run: Run, evaluation: Evaluation) -> Evaluation:
                     f"run {run.id} was judged on {_device(before)}, and this candidate on "
                     f"{_device(now)}",
                     "serve all jobs of a run on one kind of machine: remove the other one's "
-                    "folders from results/ and serve them again",
+                    f"folders from results/ and serve them again; or {_anew(run)}",
                 )
             _refuse_other_packages(run, before, now)
             break
@@ -41,8 +41,12 @@ def _refuse_other_packages(run: Run, before: Environment, now: Environment) -> N
         raise VerificationError(
             f"run {run.id}: a candidate was judged beside {', '.join(changed)}",
             "serve all jobs of a run beside the same packages: they decide what the baselines are; "
-            "remove its folder from results/ and serve it again",
+            f"remove its folder from results/ and serve it again; or {_anew(run)}",
         )
+
+
+def _anew(run: Run) -> str:
+    return f"have all of it judged on the new one: patcher resume {run.id} --machine-changed"
 
 
 def _device(found: Environment) -> str:

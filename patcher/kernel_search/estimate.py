@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patcher.agent import MAX_TOKENS
 from patcher.bench import SCHEMA_VERSION, Language, Op, Record
 from patcher.judges.meter import JUDGE_LIMIT_S
-from patcher.models import MODELS, PROMPT_TOKENS, Role, unknown_model
+from patcher.models import MODELS, Role, unknown_model
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import more_room
 from patcher.models.prices import old_prices
@@ -16,6 +16,8 @@ from patcher.models.registry import ModelEntry, entry_of
 from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.settings import OFF, Settings
+from patcher.strategies import IndependentSamples, Single
+from patcher.strategies.search import Search
 
 LATER_PROMPT = 2.0
 """A later prompt is about so many times as long as the first: it holds a kernel and its timings
@@ -78,17 +80,35 @@ class _Call(NamedTuple):
         return price.cost_usd(self.input_tokens, self.output_tokens) if price else None
 
 
-def estimate(op: Op, language: Language, settings: Settings, sweep: str | None = None) -> Estimate:
+def estimate(
+    op: Op,
+    language: Language,
+    settings: Settings,
+    sweep: str | None = None,
+    search: Search | None = None,
+) -> Estimate:
     """Estimate a loop of `settings.iterations` candidates. Asks nobody and needs no key.
+
+    Args:
+        search: the strategy, and the kernels that all prompts show; None is iterative refinement.
 
     Raises:
         UsageError: an unknown model.
     """
+    search = search or Search()
     kind = "cpu" if language.traits.device == "cpu" else "cuda"
-    prompts = Prompts(op, language, "", op.sweep(kind, sweep))
+    prompts = Prompts(
+        op,
+        language,
+        "",
+        op.sweep(kind, sweep),
+        tokens=settings.prompt_tokens,
+        known_kernels=search.known_kernels,
+    )
     first = len(prompts.system("generate") + prompts.generate(None))
     analyst = settings.analyst or settings.model
-    expected, worst = _calls(settings, first)
+    iterations, alone = _candidates(search, settings.iterations)
+    expected, worst = _calls(settings, first, iterations, alone)
     judged_s = 0.0 if kind == "cpu" else JUDGE_S
     limit_s = 0.0 if kind == "cpu" else JUDGE_LIMIT_S
     return Estimate(
@@ -96,17 +116,15 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
         language=language,
         model=settings.model,
         analyst=analyst,
-        iterations=settings.iterations,
+        iterations=iterations,
         calls=Figure(expected=len(expected), worst=len(worst)),
         tokens=Figure(expected=_tokens(expected), worst=_tokens(worst)),
         usd=Figure(expected=_usd(expected), worst=_usd(worst)),
-        gpu_minutes=Figure(
-            expected=settings.iterations * judged_s / 60, worst=settings.iterations * limit_s / 60
-        ),
+        gpu_minutes=Figure(expected=iterations * judged_s / 60, worst=iterations * limit_s / 60),
         ceilings=SpendingLimits.of_run(settings.for_run(), ()),
         assumptions=(
-            "expected: every question is asked once and every iteration but the first asks for "
-            f"advice, of the dearer adviser; a reply takes {USED_ROOM:.0%} of its room, a later "
+            f"expected: every question is asked once and {_advised(iterations, alone)}"
+            f"; a reply takes {USED_ROOM:.0%} of its room, a later "
             f"prompt is {LATER_PROMPT:g} times the first; {JUDGE_S:g} s for a judgement on a GPU",
             "worst: prompts fill their room at one token for each byte, every reply is cut off "
             f"until it has the most room, a judgement takes {JUDGE_LIMIT_S / 60:g} minutes",
@@ -116,9 +134,32 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
     )
 
 
-def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
+def _candidates(search: Search, most: int) -> tuple[int, int]:
+    """How many the strategy asks for, and how many of them anew: without a parent or advice."""
+    strategy = search.open()
+    begun = len(strategy.next((), most))
+    if isinstance(strategy, Single):
+        return begun, begun
+    return most, most if isinstance(strategy, IndependentSamples) else begun
+
+
+def _advised(iterations: int, alone: int) -> str:
+    if alone >= iterations:
+        return "no candidate is made of another, so none asks for advice"
+    which = "the first" if alone == 1 else f"the first {alone}"
+    return f"every iteration but {which} asks for advice, of the dearer adviser"
+
+
+def _calls(
+    settings: Settings, first: int, iterations: int, alone: int
+) -> tuple[list[_Call], list[_Call]]:
     """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
-    dearer one counts."""
+    dearer one counts.
+
+    Args:
+        first: characters of the first prompt.
+        alone: iterations that begin anew; the others ask for advice.
+    """
     writer = _entry(settings.model, settings)
     named: dict[Role, str] = {
         "analyse": settings.analyst or settings.model,
@@ -127,28 +168,32 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
     advisers: dict[Role, _Source] = {
         role: _entry(name, settings) for role, name in named.items() if name != OFF
     }
+    room = settings.prompt_tokens
     expected, worst = list[_Call](), list[_Call]()
-    for iteration in range(settings.iterations):
-        characters = first * (LATER_PROMPT if iteration else 1.0)
-        if iteration and advisers:
-            advice = [_question(entry, role, characters) for role, entry in advisers.items()]
+    for iteration in range(iterations):
+        anew = iteration < alone
+        characters = first * (1.0 if anew else LATER_PROMPT)
+        if not anew and advisers:
+            advice = [_question(entry, role, characters, room) for role, entry in advisers.items()]
             usual = max([usual for usual, _ in advice], key=_dearness)
             longest = max([longest for _, longest in advice], key=_dearness)
             expected, worst = expected + usual, worst + longest
-        usual, longest = _question(writer, "generate", characters)
+        usual, longest = _question(writer, "generate", characters, room)
         expected += usual
         worst += longest
     return expected, worst
 
 
-def _question(entry: _Source, role: Role, characters: float) -> tuple[list[_Call], list[_Call]]:
+def _question(
+    entry: _Source, role: Role, characters: float, prompt_tokens: int
+) -> tuple[list[_Call], list[_Call]]:
     """The calls for one question: one, as expected, or one for each room in the worst case."""
     room = MAX_TOKENS[role]
     most = entry.max_output_tokens if isinstance(entry, ModelEntry) else room
     rooms = [min(room, most)]
     while (more := more_room(rooms[-1], most)) is not None:
         rooms.append(more)
-    prompt = int(max(PROMPT_TOKENS * CHARACTERS_PER_TOKEN, characters)) + 500
+    prompt = int(max(prompt_tokens * CHARACTERS_PER_TOKEN, characters)) + 500
     usual = _Call(entry, int(characters / CHARACTERS_PER_TOKEN), int(USED_ROOM * rooms[0]))
     return [usual], [_Call(entry, prompt, each) for each in rooms]
 

@@ -15,13 +15,13 @@ import lzma
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError
 
-from patcher.agent import StopRules, run_loop
+from patcher.agent import StopRules, recorded_stop, run_loop
 from patcher.attempts import Attempt, LoopResult
 from patcher.bench import (
     MOST_BYTES,
@@ -39,7 +39,7 @@ from patcher.bench import (
 from patcher.hotspot import Profile
 from patcher.kernel_search.stage import Hardware, op_share_pct, unadvised
 from patcher.models import PROMPT_TOKENS, ModelCall, Role
-from patcher.models.replay import ReplayModel, export_recording
+from patcher.models.replay import RecordingEndedError, ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run, journal_name
 from patcher.strategies.search import Search
@@ -51,6 +51,7 @@ ABOUT, REPLIES, EVALUATIONS, TABLE = (
     "README.md",
 )
 FILES = (ABOUT, REPLIES, EVALUATIONS, TABLE)
+_RESTORE = "restore the recording from a copy"
 
 
 class LoopRecording(Record):
@@ -96,6 +97,12 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
     if folder.exists():
         raise UsageError(f"{folder} is there", "name a new folder")
     result = LoopResult.model_validate_json(path.read_text(encoding="utf-8"))
+    ended = recorded_stop(run, op.name, final=run.done("patch"))
+    if ended is None or (ended.reason, ended.iterations) != (
+        result.stopped,
+        len(result.iterations),
+    ):  # given more, or judged anew: the file is of the end before
+        raise UsageError(f"the loop of run {run.id} goes on", f"patcher resume {run.id}")
     found = [
         run.load(name, Evaluation)
         for name, data in run.state.results.items()
@@ -214,14 +221,25 @@ def replay(folder: Path) -> list[str]:
     """
     made = read(folder)
     verdicts = {one.digest: one for one in read_evaluations(folder / EVALUATIONS)}
+    then = made.optimisation
+    scores = {one.iteration: one.score for one in then.iterations if one.score is not None}
 
     def judge(candidate: Candidate) -> Evaluation:
-        if candidate.digest not in verdicts:
+        if candidate.digest in verdicts:
+            return verdicts[candidate.digest]
+        cause, hint = f"{folder.name} has no verdict on a candidate of its own replies", _RESTORE
+        if then.stopped == "budget" and candidate.digest not in {
+            one.digest for one in then.iterations
+        }:  # a ceiling ended the loop between its reply and its verdict
+            raise RecordingEndedError(cause, hint)
+        raise VerificationError(cause, hint)
+
+    def score(iteration: int, _evaluation: Evaluation, _files: Mapping[str, str]) -> float:
+        if (known := scores.get(iteration)) is None:
             raise VerificationError(
-                f"{folder.name} has no verdict on a candidate of its own replies",
-                "restore the recording from a copy",
+                f"{folder.name} has no score of iteration {iteration}", _RESTORE
             )
-        return verdicts[candidate.digest]
+        return known
 
     with (
         tempfile.TemporaryDirectory(prefix="patcher-replay-") as root,
@@ -241,8 +259,11 @@ def replay(folder: Path) -> list[str]:
             prompt_tokens=made.prompt_tokens,
             without=made.without,
             known_kernels=made.search.known_kernels,
+            score=score if scores else None,
         )
-    return _differences(made.optimisation, again)
+    if (then.stopped, again.stopped) == ("budget", "recording_ended"):
+        again = again.model_copy(update={"stopped": "budget"})  # it holds what was paid for
+    return _differences(then, again)
 
 
 def table(made: LoopRecording) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from patcher.agent import StopRules, run_loop
 from patcher.attempts import LoopResult, Progress
-from patcher.bench import Language, Op, Record
+from patcher.bench import Language, Op, Record, UsageError, VerificationError
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
@@ -25,6 +25,7 @@ from patcher.plan import DEMO
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
 from patcher.report.raster import to_png
+from patcher.runs.machine import judging_id
 from patcher.runs.run import Run
 from patcher.settings import OFF, resolve
 from patcher.strategies.search import Search
@@ -50,6 +51,31 @@ class Hardware(Record):
     """What the agents are told of the hardware: settled once, so that a prompt stays the same."""
 
     words: str
+
+
+class JudgedContract(Record):
+    """What the verdicts of a run are about: contract, reference, inputs and baselines."""
+
+    digest: str
+    """`Op.digest`."""
+
+
+def require_same_op(run: Run, op: Op) -> None:
+    """Hold the op against the one that the run began with.
+
+    Raises:
+        VerificationError: it was edited, or came with another patcher: verdicts on the two are not
+            comparable.
+    """
+    begun = run.step(
+        f"{op.name}/contract", lambda: JudgedContract(digest=op.digest), JudgedContract
+    )
+    if begun.digest != op.digest:
+        raise VerificationError(
+            f"{op.name} is not the op that run {run.id} began with: its contract, reference, "
+            "inputs or baselines were changed",
+            "start a new run, or take the change back and resume this one",
+        )
 
 
 def search_kernel(
@@ -80,6 +106,7 @@ def search_kernel(
     settings = run.config.settings
     if where == LOCAL:
         require_here(language)
+    require_same_op(run, op)
     kind = judge_device_kind(where, language)
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
@@ -113,7 +140,8 @@ def search_kernel(
     if hardware.words.endswith(NOT_TOLD):
         say(f"the agents are told of {hardware.words}: a worker that ran once before tells it")
     # one for all: what it trusts is started once
-    with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
+    asks = judging_id(run)
+    with open_judges(where, judge_settings, asks, report, counters=counters, say=say) as judges:
         found = run_loop(
             run,
             op,
@@ -171,6 +199,32 @@ def require_models(settings: Mapping[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for spec in _named(settings, ("model", *ADVISERS)).values():
             resolve_model(spec, Path(scratch))
+
+
+def require_exchange_folders(run: Run, judge: str | None) -> None:
+    """Refuse to put open questions into a folder of the same name elsewhere, where nobody answers
+    them: a run keeps no path of its machine, so `exchange:DIR` is below the current folder.
+
+    Args:
+        judge: where candidates are judged, if the run's settings say it.
+
+    Raises:
+        UsageError: a folder that this run has used is not there.
+    """
+    steps = [event.step for event in run.events if event.kind == "intent"]
+    roles = {step.partition("/ask-")[2].partition("/")[0] for step in steps}
+    specs = _named(run.config.settings, ("model", *ADVISERS))
+    used = [spec for name, spec in specs.items() if ADVISERS.get(name, "generate") in roles]
+    if judge is not None and any(step.endswith("/evaluate") for step in steps):
+        used.append(judge)
+    for spec in used:
+        kind, _, place = spec.partition(":")
+        if kind == "exchange" and place and not Path(place).exists():
+            raise UsageError(
+                f"there is no {place} here, which run {run.id} exchanges files through",
+                f"resume it in the folder where it was begun: patcher resume {run.path.resolve()}; "
+                f"or, to ask anew what is open, create {place}",
+            )
 
 
 def _named(settings: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class ExchangeModel:
         try:
             prompt = self._prompt_file(request)
             reply = prompt.with_name(prompt.name.replace(".prompt.md", ".reply.md"))
-            raw = _read(reply) if reply.is_file() else b""
+            raw = _read(reply).removeprefix(codecs.BOM_UTF8) if reply.is_file() else b""
             too_long = len(raw) > TEXT_CHARACTERS
             text = raw[:TEXT_CHARACTERS].decode("utf-8", "ignore" if too_long else "strict")
         except OSError as error:

@@ -23,7 +23,7 @@ from patcher.report import FORMATS, Report, write
 from patcher.report.judged import receipt_of
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.status import attempts, status
+from patcher.status import attempts, best_of, status
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -113,8 +113,9 @@ def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:
+    """The one that the loop keeps, or else what is right and slower."""
     right = [a for a in found if a.geomean_speedup is not None and a.duplicate_of is None]
-    return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
+    return best_of(found) or max(right, key=lambda attempt: attempt.worth, default=None)
 
 
 def _reconciled(

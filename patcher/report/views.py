@@ -16,6 +16,7 @@ from patcher.models.ceilings import CostLedger
 from patcher.report import wording
 from patcher.report.record import Report
 from patcher.report.step import chain_numbers
+from patcher.status import best_of
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,7 @@ def _group(run: Sequence[Timing]) -> SweepGroup:
 
 
 def attempt_rows(attempts: Sequence[Attempt]) -> list[AttemptRow]:
-    right = [a for a in attempts if a.outcome is Outcome.CORRECT and a.geomean_speedup is not None]
-    best = max(right, key=lambda a: a.geomean_speedup or 0.0).iteration if right else None
+    best = best_of(attempts)
     return [
         AttemptRow(
             iteration=attempt.iteration,
@@ -230,7 +230,7 @@ def attempt_rows(attempts: Sequence[Attempt]) -> list[AttemptRow]:
             speedup=attempt.geomean_speedup,
             recommendation=_asked_for(attempt),
             detail=attempt.detail,
-            best=attempt.iteration == best,
+            best=attempt is best,
             repairs=attempt.repairs,
         )
         for attempt in attempts

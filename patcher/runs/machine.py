@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from patcher.bench import VerificationError
 from patcher.bench.machine.environment import facts
+from patcher.runs.journal import START_OVER
 from patcher.runs.run import Run
 
 
@@ -48,8 +49,32 @@ def same_machine(
             "resume it there, or judge and measure all of it here: "
             f"patcher resume {run.id} --machine-changed",
         )
+    _start_over(run, now, kept)
+    return found
+
+
+def judge_anew(run: Run, kept: Iterable[type[BaseModel]]) -> bool:
+    """Where a judge elsewhere is another machine now, which nothing here can see: all that was
+    judged counts no more. Returns whether there was a verdict.
+
+    Args:
+        kept: the records that do not depend on the machine.
+    """
+    found = any(name.endswith("/evaluate") for name in run.state.results)
+    if found:
+        _start_over(run, dict(run.state.machine or run.config.machine or {}), kept)
+    return found
+
+
+def judging_id(run: Run) -> str:
+    """Who asks a judge elsewhere: the run, or what it became when it started over, so that its
+    jobs are judged once each time."""
+    times = sum(note.step == START_OVER for note in run.state.notes)
+    return f"{run.id}.{times}" if times else run.id
+
+
+def _start_over(run: Run, machine: dict[str, str], kept: Iterable[type[BaseModel]]) -> None:
     # derived from verdicts that count no more; written again as the loop goes through
     for file in run.path.glob("ops/*/*/attempt.json"):
         file.unlink()
-    run.start_over(now, kept)
-    return found
+    run.start_over(machine, kept)

@@ -10,10 +10,14 @@ from command_line import error_of, patcher
 from model_servers import APIS, serving
 
 from patcher.agent import MAX_TOKENS
+from patcher.attempts import KnownKernel
 from patcher.bench import Language, UsageError, load_op
 from patcher.kernel_search.estimate import JUDGE_S, Figure, estimate
+from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry
+from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.settings import Settings
+from patcher.strategies.search import Search
 
 OP = load_op("fused_add_rms_norm")
 LOCAL = ModelEntry(
@@ -46,6 +50,45 @@ def test_every_later_one_asks_for_advice_and_a_cut_reply_is_asked_for_again() ->
     assert found.usd.worst == pytest.approx((32 + 2 * (8 + 16 + 32 + 32)) * 1000 / 1e6)
     assert found.usd.expected == pytest.approx((32 + 2 * (16 + 32)) / 4 * 1000 / 1e6)
     assert found.gpu_minutes == Figure(expected=0, worst=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width", "calls"),
+    [
+        ("refine", None, 1 + 5 * 2),
+        ("single", None, 1),
+        ("sample", 4, 6),
+        ("beam", 4, 4 + 2 * 2),
+        ("evolve", 9, 6),
+        ("translate", None, 1 + 5 * 2),
+    ],
+)
+def test_a_strategy_decides_how_many_questions_there_are(
+    strategy: str, width: int | None, calls: int
+) -> None:
+    search = Search(strategy=strategy, width=width)
+    found = estimate(OP, Language.CPP, settings(6), search=search)
+    assert found.calls.expected == calls
+    assert found.iterations == (1 if strategy == "single" else 6)
+
+
+def test_the_worst_prompt_fills_the_room_that_the_settings_give() -> None:
+    wide = settings(1).model_copy(update={"prompt_tokens": 2 * PROMPT_TOKENS})
+    worst = [estimate(OP, Language.CPP, each).tokens.worst or 0 for each in (settings(1), wide)]
+    assert worst[1] - worst[0] >= PROMPT_TOKENS
+
+
+def test_a_kernel_to_begin_from_is_in_every_prompt() -> None:
+    def tokens(search: Search) -> float:
+        expected = estimate(OP, Language.CPP, settings(2), search=search).tokens.expected
+        assert expected
+        return expected
+
+    source = "int answer = 42;\n" * 200
+    kernel = KnownKernel(name="known", language=Language.CUDA, source=source)
+    translated = Search(strategy="translate", known_kernels=(kernel,))
+    plain = tokens(Search(strategy="translate"))
+    assert tokens(translated) > plain + len(source) / CHARACTERS_PER_TOKEN
 
 
 def test_what_is_not_known_is_not_guessed() -> None:

@@ -146,5 +146,11 @@ def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
     for wrong in ("cpu@hidden=x", "cpu@tokens=1:x", "cpu@depth=3", "cpu@T=int8"):
         with pytest.raises(UsageError, match="is no size or dtype of cpu"):
             NORM.sweep("cpu", wrong)
+    for twice in ("cpu@hidden=64,hidden=128", "cpu@tokens=1,tokens=2", "cpu@T=float32,T=bfloat16"):
+        with pytest.raises(UsageError, match="is given twice"):
+            NORM.sweep("cpu", twice)
+    attention = load_op("decode_attention")
+    with pytest.raises(UsageError, match=r"not for tokens = 0: .* at least 1"):
+        attention.sweep("cpu", f"{attention.sweep('cpu').name}@tokens=0:4")
     with pytest.raises(UsageError, match="has no sweep nope@hidden=8 for cpu"):
         NORM.sweep("cpu", "nope@hidden=8")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .values import Unfit, drawn, literal
@@ -21,6 +22,19 @@ SYMBOLIC = {
     operator.pow: "**",
 }
 NAMES = re.compile(r"[\w.+-]{1,200}")
+
+
+def _form(spec: Any, count: Iterator[int]) -> Any:
+    """How the result holds its tensors: see `results.py`, which reads it. Named tuples are
+    tuples."""
+    if spec.is_leaf():
+        return next(count)
+    inside = [_form(each, count) for each in spec.children()]
+    if issubclass(spec.type, dict):
+        return {
+            "dict": [[literal(key), each] for key, each in zip(spec.context, inside, strict=True)]
+        }
+    return {"list" if spec.type is list else "tuple": inside}
 
 
 class Graph:
@@ -83,6 +97,7 @@ class Graph:
             "arguments": arguments,
             "steps": steps,
             "outputs": [self._output(nodes[name]) for name in results],
+            "result": _form(self.program.call_spec.out_spec, itertools.count()),
             "symbols": self.symbols,
             "sums": sorted(self.sums),
             "flops": self.flops,

@@ -7,13 +7,14 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from patcher import bench
+from patcher import bench, pipeline
 from patcher.bench import Candidate, Evaluation, Language, Outcome
 from patcher.bench.judge import JudgeSettings, cases, open_judge, planning, regimes
 from patcher.bench.judge import random_pool as stock
@@ -25,6 +26,8 @@ from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import fresh, fresh_sets
 from patcher.bench.judge.tools import Call
 from patcher.bench.runner.mixing import WIDTH, Mixer
+from patcher.plan import RunPlan
+from patcher.settings import resolve
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]
@@ -155,6 +158,26 @@ def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
     candidate = Candidate(op=OP.name, language=Language.TORCH, source="does not even compile(")
     with open_judge(JudgeSettings()) as judge, pytest.raises(bench.UsageError, match="too large"):
         judge.evaluate(candidate, lambda *_: None)
+
+
+def test_a_point_with_nothing_to_do_is_not_timed() -> None:
+    """Its speedup would count as much as any other's."""
+    norm = bench.load_op("fused_add_rms_norm")
+    with pytest.raises(bench.UsageError, match="has nothing to do"):
+        planning.require_fits(norm, norm.sweep("cpu", "cpu@tokens=0:4"), "cpu")
+
+
+@pytest.mark.parametrize("sizes", ["tokens=0", "tokens=99999999"])
+def test_no_model_is_asked_for_what_the_judge_would_refuse(
+    sizes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = resolve({"model": "exchange:prompts", "judge": "exchange:jobs", "memory": "off"})
+    op, language = "fused_add_rms_norm", Language.CPP
+    plan = RunPlan(op=op, language=language, whole=False, sweep=f"cpu@{sizes}")
+    with pytest.raises(bench.UsageError, match=r"nothing to do|too large"):
+        pipeline.start(settings, "optimize", None, None, plan)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_call_in_a_wider_dtype_that_does_not_fit_is_refused_too(

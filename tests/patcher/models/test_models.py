@@ -124,6 +124,18 @@ class TestExchange:
         with pytest.raises(UsageError, match="UTF-8"):
             ExchangeModel(tmp_path).ask(question())
 
+    def test_a_mark_of_byte_order_is_no_text(self, tmp_path: Path) -> None:
+        """Editors write it; before a fence it would hide the source."""
+        with pytest.raises(WaitingError):
+            ExchangeModel(tmp_path).ask(question())
+        [prompt] = tmp_path.glob("*.prompt.md")
+        reply = prompt.with_name(prompt.name.replace(".prompt.", ".reply."))
+        reply.write_text("```cpp\nint x;\n```\n", encoding="utf-8-sig")
+        assert ExchangeModel(tmp_path).ask(question()).text.startswith("```cpp")
+        reply.write_text("", encoding="utf-8-sig")
+        with pytest.raises(WaitingError):
+            ExchangeModel(tmp_path).ask(question())
+
     def test_a_reply_is_cleaned_and_bounded(self, tmp_path: Path) -> None:
         with pytest.raises(WaitingError):
             ExchangeModel(tmp_path).ask(question())
