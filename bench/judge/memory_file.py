@@ -17,7 +17,7 @@ import numpy as np
 
 from patcher.bench.judge.blob import Bytes, Layout
 
-CAPACITY = 2 << 30
+CAPACITY = 3 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
 SETS_CAPACITY = 1 << 36

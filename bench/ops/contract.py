@@ -77,8 +77,7 @@ SIZED = "@"
 
 class Sweep(Record):
     name: str
-    """As in the contract; with other sizes, `NAME@AXIS=SIZE,SYMBOL=DTYPE`, and `SIZE:SIZE` for the
-    swept axis."""
+    """As in the contract; else `NAME@AXIS=SIZE,SYMBOL=DTYPE`, `SIZE:SIZE` for the swept axis."""
     device: Literal["cpu", "cuda"]
     dtypes: dict[str, str]
     axis: str
@@ -148,7 +147,7 @@ class Guards(Record):
 
 class Accuracy(Record):
     reduction: str
-    """Length of the longest sum: arithmetic over axis names."""
+    """Length of the longest sum, of axis names."""
     subnormals: Literal["may be flushed", "kept"] = "may be flushed"
     """Whether float32's subnormal numbers may be flushed to zero, as fast arithmetic does."""
     exact: tuple[str, ...] = ()
@@ -156,12 +155,12 @@ class Accuracy(Record):
 
 
 class Cost(Record):
-    """Arithmetic over axis names and dtype symbols (their item sizes). Where another formula may
-    need less arithmetic, `rewritable`, only bytes make a time too short."""
+    """Arithmetic over axis names and dtype symbols (their item sizes)."""
 
     bytes: str
     flops: str
     rewritable: bool = False
+    """Another formula may need fewer flops, so that only bytes make a time too short."""
 
 
 class Symbol(Record):

@@ -150,7 +150,7 @@ def test_how_many_sets_follows_from_what_one_weighs(monkeypatch: pytest.MonkeyPa
 def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 3000}})
+    sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 5000}})
     with pytest.raises(bench.UsageError, match=r"too large to be judged: 0.* GiB go to") as caught:
         planning.require_fits(OP, sweep, "cpu")
     assert 'values = "bits"' in caught.value.hint
@@ -158,6 +158,13 @@ def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
     candidate = Candidate(op=OP.name, language=Language.TORCH, source="does not even compile(")
     with open_judge(JudgeSettings()) as judge, pytest.raises(bench.UsageError, match="too large"):
         judge.evaluate(candidate, lambda *_: None)
+
+
+def test_every_sweep_that_ships_can_be_judged() -> None:
+    """The output matrix of a vocabulary in float32 could not, and only a GPU would have told."""
+    for op in bench.load_ops().values():
+        for sweep in op.contract.sweeps:
+            planning.require_fits(op, sweep, "cpu")
 
 
 def test_a_point_with_nothing_to_do_is_not_timed() -> None:
