@@ -7,14 +7,17 @@ where transformers has that as a model of its own: decode runs nothing else.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from patcher.bench.engines.architecture import must_fit_cpu
+from patcher.bench.engines.child_errors import is_memory_error
 from patcher.bench.engines.model_config import model_config
 from patcher.bench.engines.random_weights import spread_of
-from patcher.bench.errors import UsageError
+from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.workload import Workload, named_model, weights_id
 
 
@@ -26,11 +29,16 @@ def causal_class(config: Any, name: str) -> tuple[Any, Any]:
         name: the model's name, for the error.
 
     Raises:
-        UsageError: transformers has no model of it that predicts tokens.
+        UsageError: transformers has no model of it that predicts tokens without an encoder.
     """
     import transformers as t
 
     text = config.get_text_config(decoder=True)
+    if getattr(text, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{name}, a {config.model_type}, is an encoder-decoder, which is not served here",
+            "give a language model that decodes token by token",
+        )
     causal: Any = t.AutoModelForCausalLM
     if type(text) in causal._model_mapping:
         return causal, text
@@ -163,16 +171,34 @@ def _refuse_quantised(config: Any, name: str) -> None:
 
 def _built(config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
     auto, chosen = causal_class(config, name)
-    try:
+    with refused(f"build {name}, a {config.model_type}"):
         model: torch.nn.Module = auto.from_config(chosen, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    return model
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turn what transformers makes of a config.json that does not fit into one sentence.
+
+    Args:
+        what: what is done, and with which model.
+
+    Raises:
+        UsageError: it cannot be done. Memory that is too small is raised as it is.
+    """
+    try:
+        yield
+    except (PatcherError, MemoryError):
+        raise
+    except Exception as error:  # what a class makes of wrong values is of any kind
+        if is_memory_error(error):
+            raise
         lines = str(error).splitlines() or [type(error).__name__]
+        why = f"it knows no {lines[0]}" if isinstance(error, KeyError) else lines[0]
         raise UsageError(
-            f"transformers {importlib.metadata.version('transformers')} cannot build {name}, a "
-            f"{config.model_type}: {lines[0]}",
+            f"transformers {importlib.metadata.version('transformers')} cannot {what}: {why}",
             "check its config.json",
         ) from error
-    return model
 
 
 def _is_off_centre(parameter: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from tiny_models import EXPERTS, KINDS, MORE, model_of, multimodal
 
 from patcher.bench import MissingError, PatcherError, UsageError, Workload, presets
 from patcher.bench.engines import architecture
-from patcher.bench.engines.causal_model import skeleton
+from patcher.bench.engines.causal_model import refused, skeleton
 from patcher.bench.engines.model_config import configuration
 from patcher.bench.engines.transformers import TransformersEngine
 from patcher.hotspot.roofline import ServedModel
@@ -131,6 +131,10 @@ def test_norms_do_nothing(tmp_path: Path) -> None:
         ({"model_type": "vit"}, "no causal model"),
         ({"hidden_size": 63}, "not a multiple of the number of attention heads"),
         ({"max_position_embeddings": 8}, "leave no room"),
+        ({"vocab_size": 0}, "cannot build .*out of bounds"),
+        ({"pad_token_id": 512}, "cannot build .*[Pp]adding_idx"),
+        ({"hidden_act": "newest"}, "cannot build .*it knows no 'newest'"),
+        ({"is_encoder_decoder": True}, "is an encoder-decoder"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_measured(
@@ -141,6 +145,33 @@ def test_what_is_missing_is_said_before_anything_is_measured(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}), encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         workload(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "cannot run .*a LlamaForCausalLM: The size of tensor",
+        ),
+        ("llama", {"rms_norm_eps": float("nan")}, "the logits of .* are not numbers"),
+        ("mixtral", {**EXPERTS, "num_experts_per_tok": 9}, "cannot run .*out of range"),
+        ("bert", {}, "keeps nothing between steps"),
+    ],
+)
+def test_a_model_that_builds_and_does_not_decode_is_refused_as_it_is_loaded(
+    kind: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    asked = workload(model_of(tmp_path, kind, **change))
+    with pytest.raises(UsageError, match=said):
+        TransformersEngine(asked)
+
+
+def test_a_model_that_needs_more_memory_is_not_told_of_its_config() -> None:
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(type(error)), refused("run it"):
+            raise error
 
 
 @pytest.mark.parametrize("name", presets())
