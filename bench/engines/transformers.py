@@ -137,7 +137,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """See `patcher.bench.engines.Measurable`; experts tell which of them each token goes to."""
+        """See `patcher.bench.engines.Measurable`; experts are told which of them a token goes to.
+
+        Where none are, it is None: in Llama 4 each expert computes every token.
+        """
         layers = [
             module
             for module in self.model.modules()
@@ -147,9 +150,10 @@ class TransformersEngine:
             return None
         with selections(layers, prompts.shape[0]) as counts:
             self.generate(prompts, steps)
-        if not all(bool(count.any()) for count in counts):
+        told = [count for count in counts if count is not None]
+        if not all(bool(count.any()) for count in told):
             raise PatcherError("experts of the model were never called in decode")
-        return statistics.mean(entropy_pct(count[None]) for count in counts)
+        return statistics.mean(entropy_pct(count[None]) for count in told) if told else None
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
