@@ -102,7 +102,7 @@ class TransformersEngine:
         if name is None:
             raise UsageError(
                 f"{type(self.model).__name__} keeps nothing between steps, so it does not decode",
-                "give a causal language model; one of BERT's kind needs is_decoder in its config.json",
+                "give a causal language model; one like BERT needs is_decoder in its config.json",
             )
         return {name: output[name]}
 
