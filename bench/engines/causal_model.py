@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench.engines.architecture import must_fit_cpu
+from patcher.bench.engines.architecture import must_fit_cpu, quantization
 from patcher.bench.engines.child_errors import is_memory_error
 from patcher.bench.engines.model_config import model_config
 from patcher.bench.engines.random_weights import spread_of
@@ -160,7 +160,7 @@ def _refuse_quantised(config: Any, name: str) -> None:
     Raises:
         UsageError: the configuration names one.
     """
-    quantised = getattr(config, "quantization_config", None)
+    quantised = quantization(config.to_dict())
     if quantised:
         method = quantised.get("quant_method", "unknown")
         raise UsageError(

@@ -259,6 +259,23 @@ def test_quantised_models_are_for_engines_that_have_their_kernels(tmp_path: Path
         TransformersEngine(workload(model_of(tmp_path, "llama", **quantised)))
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_format_is_found_wherever_vllm_looks_for_it(
+    name: str, nested: bool, tmp_path: Path
+) -> None:
+    model, said = multimodal(tmp_path), {"quant_method": "compressed-tensors"}
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    (config["text_config"] if nested else config)[name] = said
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert architecture.quantization(config) == said
+    with pytest.raises(UsageError, match=r"quantised \(compressed-tensors\)"):
+        workload(model)
+    with pytest.raises(UsageError, match=f"{name} is no JSON object"):
+        architecture.quantization({name: "fp8"})
+
+
 def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="holds no object"):
