@@ -7,7 +7,7 @@ where transformers has that as a model of its own: decode runs nothing else.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,23 +104,54 @@ def loaded_model(workload: Workload) -> torch.nn.Module:
     """The workload's model with the weights of its folder or of the hub.
 
     Raises:
-        UsageError: they cannot be loaded.
+        UsageError: they cannot be loaded, or are not those of its config.json.
         MissingError: as `model_config`.
     """
     name = weights_id(workload)
     auto, _ = causal_class(model_config(name), name)
-    local = workload.weights == "local"
     try:
-        model = auto.from_pretrained(
-            name, dtype=getattr(torch, workload.dtype), local_files_only=local
+        model, told = auto.from_pretrained(
+            name,
+            dtype=getattr(torch, workload.dtype),
+            local_files_only=workload.weights == "local",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-        moved: torch.nn.Module = model.to(workload.device)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # each reader of files has errors of its own
+        if is_memory_error(error):
+            raise
+        lines = str(error).splitlines() or [type(error).__name__]
         raise UsageError(
-            f"cannot load weights of {name}: {str(error).splitlines()[0]}",
+            f"cannot load weights of {name}: {lines[0]}",
             "check the id or folder, or use --weights random",
         ) from error
+    _must_be_whole(model, told, name)
+    moved: torch.nn.Module = model.to(workload.device)
     return moved
+
+
+def _must_be_whole(model: torch.nn.Module, told: Mapping[str, Any], name: str) -> None:
+    """Refuse a model of which transformers made some parameters itself, without a seed.
+
+    Args:
+        model: the loaded model.
+        told: what transformers told of the loading.
+        name: the model's name, for the error.
+
+    Raises:
+        UsageError: the weights lack parameters, or have some of other sizes.
+    """
+    own = {parameter for parameter, _ in model.named_parameters()}
+    other = {key for key, *_ in told["mismatched_keys"]}
+    for keys, wrong in (
+        (other, "have other sizes than its config.json says"),
+        (own & (set(told["missing_keys"]) - other), "lack parameters of its config.json"),
+    ):
+        if keys:
+            raise UsageError(
+                f"the weights of {name} {wrong}: {len(keys):,}, such as {min(keys)}",
+                "give the config.json that belongs to them, or use --weights random",
+            )
 
 
 @torch.no_grad()

@@ -276,6 +276,35 @@ def test_a_format_is_found_wherever_vllm_looks_for_it(
         architecture.quantization({name: "fp8"})
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            r"lack parameters of its config.json: 9, such as model.layers.2",
+        ),
+        ({"intermediate_size": 256}, "have other sizes than its config.json says: 6, such as"),
+        ({"model_type": "qwen3"}, "lack parameters of its config.json: 4, such as"),
+        ({}, "cannot load weights of .*header"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Nothing is made up for what they lack: it would have no seed."""
+    TransformersEngine(workload(model_of(tmp_path, "llama"))).model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), **change}
+    config.pop("layer_types", None)
+    file.write_text(json.dumps(config), encoding="utf-8")
+    if not change:
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+    asked = workload_for(str(tmp_path), "cpu", batch=2, input_len=8, weights="local")
+    with pytest.raises(UsageError, match=said):
+        TransformersEngine(asked)
+
+
 def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="holds no object"):
