@@ -15,7 +15,7 @@ import torch
 
 from patcher.bench.engines.architecture import must_fit_cpu, quantization
 from patcher.bench.engines.child_errors import is_memory_error
-from patcher.bench.engines.model_config import model_config
+from patcher.bench.engines.model_config import first_line, model_config
 from patcher.bench.engines.random_weights import spread_of
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.workload import Workload, named_model, weights_id
@@ -66,7 +66,7 @@ def check_model(workload: Workload) -> None:
         must_fit_cpu(workload.model)
 
 
-def skeleton(config: Any, name: str) -> torch.nn.Module:
+def skeleton(config: Any, name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model without memory for weights, on the device `meta`.
 
     Raises:
@@ -75,7 +75,7 @@ def skeleton(config: Any, name: str) -> torch.nn.Module:
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        return _built(config, name, torch.float32)
+        return _built(config, name, dtype)
 
 
 def random_model(workload: Workload) -> torch.nn.Module:
@@ -120,9 +120,8 @@ def loaded_model(workload: Workload) -> torch.nn.Module:
     except Exception as error:  # each reader of files has errors of its own
         if is_memory_error(error):
             raise
-        lines = str(error).splitlines() or [type(error).__name__]
         raise UsageError(
-            f"cannot load weights of {name}: {lines[0]}",
+            f"cannot load weights of {name}: {first_line(error)}",
             "check the id or folder, or use --weights random",
         ) from error
     _must_be_whole(model, told, name)
@@ -224,8 +223,7 @@ def refused(what: str) -> Iterator[None]:
     except Exception as error:  # what a class makes of wrong values is of any kind
         if is_memory_error(error):
             raise
-        lines = str(error).splitlines() or [type(error).__name__]
-        why = f"it knows no {lines[0]}" if isinstance(error, KeyError) else lines[0]
+        why = f"it knows no {error}" if isinstance(error, KeyError) else first_line(error)
         raise UsageError(
             f"transformers {importlib.metadata.version('transformers')} cannot {what}: {why}",
             "check its config.json",

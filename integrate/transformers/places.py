@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from patcher.bench import VerificationError
@@ -70,18 +71,24 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
 
 
 def _norms_of(point: str, config: Mapping[str, Any]) -> str:
-    op, gain = NORMS[point]
     kind = str(config.get("model_type"))
+    if found := _norms_in(point, config):
+        return f"{kind} has {', '.join(found)}"
+    raise VerificationError(
+        f"no norm of {kind} in transformers multiplies by {NORMS[point][1]}",
+        "its norms are of another kind; name another op",
+    )
+
+
+def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:
+    """The classes of norms in a model that a point takes."""
     for each in _names(config):
-        found, file = list(dict.fromkeys(norm_classes(each, op))), _modeling_file(each)
+        found, file = list(dict.fromkeys(norm_classes(each, NORMS[point][0]))), _modeling_file(each)
         chosen = file is not None and set(found) <= chosen_classes(file)
         # settings say whether the model has it, which only a model without weights tells
         if found and (not chosen or _builds(config, found)):
-            return f"{kind} has {', '.join(found)}"
-    raise VerificationError(
-        f"no norm of {kind} in transformers multiplies by {gain}",
-        "its norms are of another kind; name another op",
-    )
+            return found
+    return []
 
 
 def mlps_of(config: Mapping[str, Any]) -> str:
@@ -91,7 +98,18 @@ def mlps_of(config: Mapping[str, Any]) -> str:
         VerificationError, MissingError: as `of_model`.
         UsageError: see `text_part`; or transformers cannot build the model.
     """
-    kind, text = str(config.get("model_type")), text_part(config)
+    kind = str(config.get("model_type"))
+    if found := _mlps_in(config):
+        return f"{kind} has {', '.join(found)}"
+    raise VerificationError(
+        f"no MLP of {kind} in transformers has silu(gate) * up as its activation",
+        "its layers are of another kind; name another op",
+    )
+
+
+def _mlps_in(config: Mapping[str, Any]) -> list[str]:
+    """The classes of MLPs in a model that `gated_mlp` takes."""
+    text = text_part(config)
     for each in _names(config):
         file, settings = _modeling_file(each), _folder(each)
         silu = [
@@ -102,11 +120,47 @@ def mlps_of(config: Mapping[str, Any]) -> str:
         ]
         # a mixture of experts may have none in any layer, which only a model without weights tells
         if silu and (not stated_sizes(config).experts or _builds(config, silu)):
-            return f"{kind} has {', '.join(silu)}"
-    raise VerificationError(
-        f"no MLP of {kind} in transformers has silu(gate) * up as its activation",
-        "its layers are of another kind; name another op",
-    )
+            return silu
+    return []
+
+
+def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+    """How often a step of decode comes by a patch point, by a model without weights.
+
+    Args:
+        point: the point's name.
+        config: the model's config.json; `of_model` has found that it has layers of the point.
+
+    Returns:
+        The number of calls; None where the model's code does not run without weights.
+
+    Raises:
+        UsageError: transformers cannot build the model.
+    """
+    import torch
+
+    if LAYERS[point] is not None:
+        from patcher.integrate.transformers.points import POINTS
+
+        kind: Any = POINTS[point]
+        return stated_sizes(config).layers * int(kind.calls_per_layer)
+    names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
+    model = _without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.register_forward_pre_hook(count)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
+    except (RuntimeError, NotImplementedError):  # it asks for the value of a tensor
+        return None
+    return calls
 
 
 def _names(config: Mapping[str, Any]) -> list[str]:
@@ -132,16 +186,21 @@ def _builds(config: Mapping[str, Any], names: Sequence[str]) -> bool:
     Raises:
         UsageError: transformers cannot build it.
     """
-    from transformers import AutoConfig
+    import torch
 
-    from patcher.bench.engines.causal_model import refused, skeleton
-
-    kind = str(config["model_type"])
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    with refused(f"configure a {kind}"):
-        whole = AutoConfig.for_model(kind, **settings)
-    model = skeleton(whole, kind)
+    model = _without_weights(config, torch.float32)
     return any(type(module).__name__ in names for module in model.modules())
+
+
+def _without_weights(config: Mapping[str, Any], dtype: Any) -> Any:
+    """The model of a config.json on the device `meta`; raises as `model_config`, `skeleton`."""
+    from patcher.bench.engines.causal_model import skeleton
+    from patcher.bench.engines.model_config import CONFIG, read_config
+
+    with TemporaryDirectory() as folder:  # a file may have what no configuration takes
+        file = Path(folder) / CONFIG
+        file.write_text(json.dumps(config), encoding="utf-8")
+        return skeleton(read_config("this model", file), "this model", dtype)
 
 
 def default_activation(architecture: str) -> str | None:

@@ -309,9 +309,10 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="holds no object"):
         workload(str(tmp_path))
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match="is not JSON"):
-        workload(str(tmp_path))
+    for text in ("{", "[" * 200_000):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="is not JSON"):
+            workload(str(tmp_path))
 
 
 def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:
