@@ -10,7 +10,7 @@ from patcher.integrate.changes import Change
 from patcher.integrate.engine import engine_version, must_fit_model, patch_point
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
-from patcher.integrate.places import OpPlaces, places_of
+from patcher.integrate.places import OpPlaces, of_model, places_of
 from patcher.integrate.receipts import Receipt, idle_patches, read_receipts
 from patcher.integrate.store import Applied, Store
 from patcher.integrate.switches import Switches, home_store, patch_environment, startup_python_path
@@ -110,6 +110,7 @@ __all__ = [
     "make_diff",
     "must_fit_model",
     "names_taken",
+    "of_model",
     "open_bundle",
     "own_problem_op",
     "pack",

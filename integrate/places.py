@@ -56,6 +56,21 @@ def of_model(engine: str, point: str, config: Callable[[], Mapping[str, Any]]) -
     return None if says is None else str(says(config()))
 
 
+def calls_in_step(engine: str, point: str, config: Mapping[str, Any]) -> int | None:
+    """How often a step of decode comes by a patch point that has layers in a model; None where
+    that is known of a built model alone.
+
+    Raises:
+        UsageError: the engine cannot build the model.
+    """
+    if engine in _READERS:
+        reader, name = importlib.import_module(_READERS[engine]), present_name(engine, point)
+        if name in reader.LAYERS and hasattr(reader, "calls_in_step"):
+            found: int | None = reader.calls_in_step(name, config)
+            return found
+    return None
+
+
 def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, Any]]) -> OpPlaces:
     """Ask the patch points of an op about a model.
 

@@ -70,6 +70,31 @@ def class_digests(file: Path, ending: str) -> list[tuple[str, str]]:
     ]
 
 
+def chosen_classes(file: Path) -> set[str]:
+    """The names that a file uses under a condition alone, as in `A() if setting else B()`.
+
+    A name's own definition, bases of classes and questions for a type (`isinstance`) are no use.
+    """
+    _, tree = _parsed(file, file.stat().st_mtime_ns)
+    used: dict[bool, set[str]] = {True: set(), False: set()}
+
+    def visit(node: ast.AST, chosen: bool) -> None:
+        if isinstance(node, ast.Name):
+            used[chosen].add(node.id)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            return
+        of_condition = isinstance(node, ast.If | ast.IfExp)
+        for field, value in ast.iter_fields(node):
+            if isinstance(node, ast.ClassDef) and field == "bases":
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, chosen or (of_condition and field != "test"))
+
+    visit(tree, False)
+    return used[True] - used[False]
+
+
 @lru_cache(maxsize=64)
 def _parsed(file: Path, changed_ns: int) -> tuple[list[str], ast.Module]:
     """The lines and the syntax tree of a file; the time of its change tells it from an older."""

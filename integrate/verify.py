@@ -17,7 +17,7 @@ from patcher.integrate.binaries import fitting_binary
 from patcher.integrate.changes import Change, SourceChangedError
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
-from patcher.integrate.places import of_model
+from patcher.integrate.places import calls_in_step, of_model
 
 
 class FitCheck(Record):
@@ -136,7 +136,10 @@ def _model(patch: Patch, model: Mapping[str, Any]) -> str:
     """What the patch point says of a model; other engines look for their layers in a built one."""
     target = patch.manifest.target
     says = of_model(target.engine, target.point, lambda: model)
-    return says or f"{target.point} of {target.engine} looks for its layers when a model is built"
+    if says is None:
+        return f"{target.point} of {target.engine} looks for its layers when a model is built"
+    calls = calls_in_step(target.engine, target.point, model)
+    return says if calls is None else f"{says}; a step of decode calls them {calls:,} times"
 
 
 def _files(patch: Patch) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from patcher.ab.compare import compare_patch
 from patcher.ab.decision import Decision, decide
@@ -35,7 +36,6 @@ from patcher.bench import (
     load_op,
 )
 from patcher.bench.engines import in_process
-from patcher.bench.engines.architecture import published_config
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.machine.environment import describe
@@ -56,7 +56,7 @@ from patcher.kernel_search.stage import (
 )
 from patcher.ledgers import with_ledger_if_known
 from patcher.levers.load import load_levers
-from patcher.places import places_in, require_some_place
+from patcher.places import config_of, places_in, require_some_place
 from patcher.plan import DEMO as DEMO
 from patcher.plan import ProfileFromFile, RunResult
 from patcher.plan import RunPlan as RunPlan
@@ -142,9 +142,13 @@ def _require_start(
             require_fits(op, sweep, kind if remote_judge(where) is None else "cpu")
     if workload is not None:
         if op is not None:
-            must_fit_model(op, workload.engine, partial(published_config, workload.model))
+            must_fit_model(op, workload.engine, _config_of(workload))
         else:
             require_some_place(workload)
+
+
+def _config_of(workload: Workload) -> Callable[[], Mapping[str, Any]]:
+    return partial(config_of(workload.model), workload.engine)
 
 
 def _language(plan: RunPlan, workload: Workload | None) -> Language:
@@ -280,9 +284,7 @@ def _first_covered(profile: Profile, workload: Workload) -> str:
     refused: list[PatcherError] = []
     for name in dict.fromkeys(spot.op for spot in profile.hotspots if spot.op):
         try:  # a profile of an earlier version was not asked
-            must_fit_model(
-                load_op(name), workload.engine, partial(published_config, workload.model)
-            )
+            must_fit_model(load_op(name), workload.engine, _config_of(workload))
         except (UsageError, VerificationError) as error:
             refused.append(error)
         else:

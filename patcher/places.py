@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from patcher.bench import UsageError, Workload, load_ops, presets
+from patcher.bench import MissingError, UsageError, Workload, load_ops, presets
 from patcher.bench.engines import in_process
 from patcher.bench.engines.architecture import full_config
 from patcher.hotspot import Places
-from patcher.integrate import places_of
+from patcher.integrate import Patch, of_model, places_of
 
 
 def places_in(model: str, engine: str | None = None) -> Places | None:
@@ -27,7 +28,7 @@ def places_in(model: str, engine: str | None = None) -> Places | None:
     """
     if engine is None and model not in presets() and not Path(model).exists():
         return None
-    config = _config_of(model)
+    config = config_of(model)
 
     @cache
     def asked(name: str) -> tuple[tuple[str, ...], str]:
@@ -47,7 +48,7 @@ def require_some_place(workload: Workload) -> None:
     Raises:
         UsageError: the message says why.
     """
-    config = _config_of(workload.model)
+    config = config_of(workload.model)
     refusals: Counter[str] = Counter()
     for op in load_ops().values():
         found = places_of(op, workload.engine, config)
@@ -62,7 +63,21 @@ def require_some_place(workload: Workload) -> None:
     )
 
 
-def _config_of(model: str) -> Callable[[str], Mapping[str, Any]]:
+def require_layers(workload: Workload, patches: Iterable[Patch]) -> None:
+    """Refuse a patch that has no layers in the workload's model, before the model is loaded.
+
+    Raises:
+        VerificationError: there is one; the message says why.
+        UsageError: as `full_config`.
+    """
+    config = config_of(workload.model)
+    for patch in patches:
+        target = patch.manifest.target
+        with suppress(MissingError):  # what loads the model tells of it
+            of_model(target.engine, target.point, partial(config, target.engine))
+
+
+def config_of(model: str) -> Callable[[str], Mapping[str, Any]]:
     """The config.json of a model for an engine, read once."""
 
     @cache

@@ -150,7 +150,7 @@ class Measurable(Decoder, Protocol):
             steps: number of decode steps.
 
         Returns:
-            The entropy; None if the model has no experts.
+            The entropy; None if the model has no experts, or its code selects none.
         """
         ...
 

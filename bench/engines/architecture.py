@@ -109,6 +109,24 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
+def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the format of quantised weights; empty if they are plain.
+
+    It stands where vLLM looks: at the top, under the older name of compressed-tensors, or in what
+    is said of the text decoder.
+
+    Raises:
+        UsageError: that is no JSON object.
+    """
+    for part in (config, text_part(config)):
+        for name in ("quantization_config", "compression_config"):
+            if found := part.get(name):
+                if not isinstance(found, Mapping):
+                    raise UsageError(f"{name} is no JSON object", "check the model's config.json")
+                return found
+    return {}
+
+
 def own_dtype(workload: Workload) -> str | None:
     """The dtype that its model was published in, such as `float16`; None if config.json has none.
 

@@ -7,14 +7,17 @@ where transformers has that as a model of its own: decode runs nothing else.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from patcher.bench.engines.architecture import must_fit_cpu
-from patcher.bench.engines.model_config import model_config
+from patcher.bench.engines.architecture import must_fit_cpu, quantization
+from patcher.bench.engines.child_errors import is_memory_error
+from patcher.bench.engines.model_config import first_line, model_config
 from patcher.bench.engines.random_weights import spread_of
-from patcher.bench.errors import UsageError
+from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.workload import Workload, named_model, weights_id
 
 
@@ -26,11 +29,16 @@ def causal_class(config: Any, name: str) -> tuple[Any, Any]:
         name: the model's name, for the error.
 
     Raises:
-        UsageError: transformers has no model of it that predicts tokens.
+        UsageError: transformers has no model of it that predicts tokens without an encoder.
     """
     import transformers as t
 
     text = config.get_text_config(decoder=True)
+    if getattr(text, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{name}, a {config.model_type}, is an encoder-decoder, which is not served here",
+            "give a language model that decodes token by token",
+        )
     causal: Any = t.AutoModelForCausalLM
     if type(text) in causal._model_mapping:
         return causal, text
@@ -58,7 +66,7 @@ def check_model(workload: Workload) -> None:
         must_fit_cpu(workload.model)
 
 
-def skeleton(config: Any, name: str) -> torch.nn.Module:
+def skeleton(config: Any, name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model without memory for weights, on the device `meta`.
 
     Raises:
@@ -67,7 +75,7 @@ def skeleton(config: Any, name: str) -> torch.nn.Module:
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        return _built(config, name, torch.float32)
+        return _built(config, name, dtype)
 
 
 def random_model(workload: Workload) -> torch.nn.Module:
@@ -96,23 +104,53 @@ def loaded_model(workload: Workload) -> torch.nn.Module:
     """The workload's model with the weights of its folder or of the hub.
 
     Raises:
-        UsageError: they cannot be loaded.
+        UsageError: they cannot be loaded, or are not those of its config.json.
         MissingError: as `model_config`.
     """
     name = weights_id(workload)
     auto, _ = causal_class(model_config(name), name)
-    local = workload.weights == "local"
     try:
-        model = auto.from_pretrained(
-            name, dtype=getattr(torch, workload.dtype), local_files_only=local
+        model, told = auto.from_pretrained(
+            name,
+            dtype=getattr(torch, workload.dtype),
+            local_files_only=workload.weights == "local",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-        moved: torch.nn.Module = model.to(workload.device)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # each reader of files has errors of its own
+        if is_memory_error(error):
+            raise
         raise UsageError(
-            f"cannot load weights of {name}: {str(error).splitlines()[0]}",
+            f"cannot load weights of {name}: {first_line(error)}",
             "check the id or folder, or use --weights random",
         ) from error
+    _must_be_whole(model, told, name)
+    moved: torch.nn.Module = model.to(workload.device)
     return moved
+
+
+def _must_be_whole(model: torch.nn.Module, told: Mapping[str, Any], name: str) -> None:
+    """Refuse a model of which transformers made some parameters itself, without a seed.
+
+    Args:
+        model: the loaded model.
+        told: what transformers told of the loading.
+        name: the model's name, for the error.
+
+    Raises:
+        UsageError: the weights lack parameters, or have some of other sizes.
+    """
+    own = {parameter for parameter, _ in model.named_parameters()}
+    other = {key for key, *_ in told["mismatched_keys"]}
+    for keys, wrong in (
+        (other, "have other sizes than its config.json says"),
+        (own & (set(told["missing_keys"]) - other), "lack parameters of its config.json"),
+    ):
+        if keys:
+            raise UsageError(
+                f"the weights of {name} {wrong}: {len(keys):,}, such as {min(keys)}",
+                "give the config.json that belongs to them, or use --weights random",
+            )
 
 
 @torch.no_grad()
@@ -152,7 +190,7 @@ def _refuse_quantised(config: Any, name: str) -> None:
     Raises:
         UsageError: the configuration names one.
     """
-    quantised = getattr(config, "quantization_config", None)
+    quantised = quantization(config.to_dict())
     if quantised:
         method = quantised.get("quant_method", "unknown")
         raise UsageError(
@@ -163,16 +201,33 @@ def _refuse_quantised(config: Any, name: str) -> None:
 
 def _built(config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
     auto, chosen = causal_class(config, name)
-    try:
+    with refused(f"build {name}, a {config.model_type}"):
         model: torch.nn.Module = auto.from_config(chosen, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
+    return model
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turn what transformers makes of a config.json that does not fit into one sentence.
+
+    Args:
+        what: what is done, and with which model.
+
+    Raises:
+        UsageError: it cannot be done. Memory that is too small is raised as it is.
+    """
+    try:
+        yield
+    except (PatcherError, MemoryError):
+        raise
+    except Exception as error:  # what a class makes of wrong values is of any kind
+        if is_memory_error(error):
+            raise
+        why = f"it knows no {error}" if isinstance(error, KeyError) else first_line(error)
         raise UsageError(
-            f"transformers {importlib.metadata.version('transformers')} cannot build {name}, a "
-            f"{config.model_type}: {lines[0]}",
+            f"transformers {importlib.metadata.version('transformers')} cannot {what}: {why}",
             "check its config.json",
         ) from error
-    return model
 
 
 def _is_off_centre(parameter: torch.Tensor) -> bool:

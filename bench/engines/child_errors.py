@@ -46,13 +46,18 @@ def memory_errors(workload: Workload) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
-        if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY):
+        if is_memory_error(error):
             raise UsageError(
                 f"{workload.model} at batch {workload.batch:,} with {workload.input_len:,} prompt "
                 f"tokens needs more memory than this machine's {workload.device} has",
                 "give a smaller batch or fewer tokens",
             ) from error
         raise
+
+
+def is_memory_error(error: Exception) -> bool:
+    """Whether an allocator raised it."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
 def child_failed(what: str, code: int, output: bytes) -> PatcherError:

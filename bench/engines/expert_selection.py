@@ -10,22 +10,23 @@ import torch
 
 
 @contextmanager
-def selections(layers: list[torch.nn.Module], tokens: int) -> Iterator[list[torch.Tensor]]:
+def selections(layers: list[torch.nn.Module], tokens: int) -> Iterator[list[torch.Tensor | None]]:
     """Count how often each layer selects each of its experts.
 
     Args:
-        layers: modules that hold the experts of a layer, and are called with the indices of those
-            that each token goes to.
+        layers: modules that hold the experts of a layer.
         tokens: only calls with so many tokens count: one of each sequence in decode.
 
     Yields:
-        Of each layer, float32 of shape [experts] on the CPU.
+        Of each layer, float32 of shape [experts] on the CPU. After the block it is None for a layer
+        that was called without the indices of the experts that each token goes to.
     """
-    counts = [torch.zeros(int(layer.num_experts)) for layer in layers]  # type: ignore[arg-type]
-    handles = [
-        layer.register_forward_pre_hook(_counting(count, tokens), with_kwargs=True)
-        for layer, count in zip(layers, counts, strict=True)
-    ]
+    counts: list[torch.Tensor | None] = []
+    handles = []
+    for index, layer in enumerate(layers):
+        counts.append(torch.zeros(int(layer.num_experts)))  # type: ignore[arg-type]
+        hook = _counting(counts, index, tokens)
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield counts
     finally:
@@ -33,8 +34,11 @@ def selections(layers: list[torch.nn.Module], tokens: int) -> Iterator[list[torc
             handle.remove()
 
 
-def _counting(count: torch.Tensor, tokens: int) -> Any:
+def _counting(counts: list[torch.Tensor | None], index: int, tokens: int) -> Any:
     def hook(_layer: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        count = counts[index]
+        if count is None:
+            return
         for value in (*args, *more.values()):
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32):
                 if len(value) == tokens:
@@ -42,5 +46,6 @@ def _counting(count: torch.Tensor, tokens: int) -> Any:
                     known = ids[(ids >= 0) & (ids < len(count))]  # others have no weights
                     count.add_(torch.bincount(known, minlength=len(count)))
                 return
+        counts[index] = None
 
     return hook

@@ -28,7 +28,7 @@ def configuration(preset: Preset) -> Any:
     except (ValueError, TypeError) as error:
         raise UsageError(
             f"{_transformers()} cannot configure the preset {preset.name}, of the "
-            f"architecture {preset.architecture!r}: {_first_line(error)}",
+            f"architecture {preset.architecture!r}: {first_line(error)}",
             "`architecture` is a `model_type` of transformers, `config` is what that takes",
         ) from error
 
@@ -120,9 +120,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{file} is not JSON: {_first_line(error)}", f"give a model's {CONFIG}"
+            f"{file} is not JSON: {first_line(error)}", f"give a model's {CONFIG}"
         ) from error
     if not isinstance(said, dict):
         raise UsageError(f"{file} holds no object", f"give a model's {CONFIG}")
@@ -141,7 +141,7 @@ def _from_hub(model: str) -> Path:
             return Path(hub.hf_hub_download(model, CONFIG))
     except errors.HFValidationError as error:
         raise UsageError(
-            f"{model!r} is no folder, and no Hugging Face id: {_first_line(error)}",
+            f"{model!r} is no folder, and no Hugging Face id: {first_line(error)}",
             "an id is OWNER/NAME",
         ) from error
     except errors.GatedRepoError as error:
@@ -162,7 +162,7 @@ def _from_hub(model: str) -> Path:
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise MissingError(
-            f"Hugging Face did not send the {CONFIG} of {model}: {_first_line(error)}",
+            f"Hugging Face did not send the {CONFIG} of {model}: {first_line(error)}",
             f"try again, or give a folder or a {CONFIG}",
         ) from error
 
@@ -196,7 +196,7 @@ def _not_configured(model: str, kind: str, own_code: bool, error: Exception) -> 
 
     if kind in CONFIG_MAPPING:
         return UsageError(
-            f"{_transformers()} cannot configure {model}, a {kind}: {_first_line(error)}",
+            f"{_transformers()} cannot configure {model}, a {kind}: {first_line(error)}",
             f"check its {CONFIG}",
         )
     if own_code:
@@ -215,7 +215,8 @@ def _transformers() -> str:
     return f"transformers {importlib.metadata.version('transformers')}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error that says something; at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.endswith(":")] or lines
     return told[0][:300] if told else type(error).__name__

@@ -26,6 +26,8 @@ from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.workload import Workload, fit_context
 
 OLDEST = Version("5.17")
+_TRIED = 4
+"""Prompt tokens with which a loaded model is tried."""
 
 
 class TransformersEngine:
@@ -43,6 +45,7 @@ class TransformersEngine:
         text = self.model.config.get_text_config(decoder=True)
         self.vocab_size: int = text.vocab_size
         fit_context(workload, getattr(text, "max_position_embeddings", None))
+        self._must_decode()
 
     @staticmethod
     def check_model(workload: Workload) -> None:
@@ -75,6 +78,22 @@ class TransformersEngine:
         self.synchronize()
         decoding.decode_s += time.perf_counter() - begin
 
+    def _must_decode(self) -> None:
+        """Try a few tokens, before anything is measured: what transformers builds may not run.
+
+        Raises:
+            UsageError: the model does not decode, or its logits are no numbers.
+        """
+        tokens = torch.zeros(1, min(self.workload.input_len, _TRIED), dtype=torch.int64)
+        with causal_model.refused(f"run {self.workload.model}, a {type(self.model).__name__}"):
+            self.decode(self.prefill(tokens), 1)
+            logits = self.logits(tokens, keep=1)
+        if logits.isnan().any():
+            raise UsageError(
+                f"the logits of {self.workload.model} are not numbers",
+                "check its config.json and its weights, or give another --dtype",
+            )
+
     def _state(self, output: Any) -> dict[str, Any]:
         """What the next step is given, by name: keys and values, or Mamba's state."""
         from transformers.generation.utils import ALL_CACHE_NAMES
@@ -83,7 +102,7 @@ class TransformersEngine:
         if name is None:
             raise UsageError(
                 f"{type(self.model).__name__} keeps nothing between steps, so it does not decode",
-                "give a causal language model",
+                "give a causal language model; one like BERT needs is_decoder in its config.json",
             )
         return {name: output[name]}
 
@@ -118,7 +137,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """See `patcher.bench.engines.Measurable`; experts tell which of them each token goes to."""
+        """See `patcher.bench.engines.Measurable`; experts are told which of them a token goes to.
+
+        Where none are, it is None: in Llama 4 each expert computes every token.
+        """
         layers = [
             module
             for module in self.model.modules()
@@ -128,9 +150,10 @@ class TransformersEngine:
             return None
         with selections(layers, prompts.shape[0]) as counts:
             self.generate(prompts, steps)
-        if not all(bool(count.any()) for count in counts):
+        told = [count for count in counts if count is not None]
+        if not all(bool(count.any()) for count in told):
             raise PatcherError("experts of the model were never called in decode")
-        return statistics.mean(entropy_pct(count[None]) for count in counts)
+        return statistics.mean(entropy_pct(count[None]) for count in told) if told else None
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

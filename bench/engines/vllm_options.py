@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from patcher.bench.engines.architecture import published_config
+from patcher.bench.engines.architecture import published_config, quantization
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import engine_environment
@@ -113,7 +113,7 @@ def of_format(names: Iterable[str], model: Mapping[str, Any] | None) -> list[str
     """
     if model is None:
         return list(names)
-    method = (model.get("quantization_config") or {}).get("quant_method", "unquantized")
+    method = quantization(model).get("quant_method", "unquantized")
     name = EXPERT_FORMATS.get(method, method)
     try:
         module: Any = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{name}")
@@ -184,7 +184,7 @@ def linear_backends(
     names: Iterable[str], model: Mapping[str, Any] | None, capability: Any
 ) -> list[str]:
     """The backends that change a linear layer of the model; vLLM only warns of others."""
-    quantised = {} if model is None else model.get("quantization_config") or {}
+    quantised = {} if model is None else quantization(model)
     if model is None or quantised.get("quant_method", EXPERTS_ALONE[0]) not in EXPERTS_ALONE:
         return runnable(names, capability)
     layers: Any = importlib.import_module("vllm.model_executor.layers.utils")

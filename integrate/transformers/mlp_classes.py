@@ -26,13 +26,10 @@ def is_product(forward: str) -> bool:
 
 
 @cache
-def mlp_classes(folder: Path) -> dict[str, str]:
-    """By class of an architecture's folder whose forward is `down(act(gate(x)) * up(x))`: the
-    setting that names its activation.
+def mlp_classes(file: Path) -> dict[str, str]:
+    """By class of a file whose forward is `down(act(gate(x)) * up(x))`: the setting that names its
+    activation.
     """
-    file = folder / f"modeling_{folder.name}.py"
-    if not file.is_file():
-        return {}
     found = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):

@@ -7,14 +7,16 @@ source was not read before is built, to see what it computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from patcher.bench import VerificationError
-from patcher.bench.engines.architecture import stated_sizes
-from patcher.integrate.source_parts import class_digests
+from patcher.bench.engines.architecture import stated_sizes, text_part
+from patcher.integrate.source_parts import chosen_classes, class_digests
 from patcher.integrate.source_tree import SourceTree
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
 
@@ -58,8 +60,8 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         return _norms_of(point, model)
     if alone is None:
         return mlps_of(model)
-    kind = str(model.get("model_type"))
-    names = ", ".join(map(str, model.get("architectures") or ())) or kind
+    kind, named = str(model.get("model_type")), model.get("architectures")
+    names = ", ".join(map(str, named)) if named and isinstance(named, list | tuple) else kind
     if kind != alone:
         raise VerificationError(
             f"{names} has no layer of {point}, which is of {alone.replace('_', '-')} alone",
@@ -69,17 +71,24 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
 
 
 def _norms_of(point: str, config: Mapping[str, Any]) -> str:
-    op, gain = NORMS[point]
     kind = str(config.get("model_type"))
-    text = config.get("text_config") or {}
-    names = dict.fromkeys([str(text.get("model_type", kind)), kind])
-    found = [name for each in names for name in norm_classes(each, op)]
-    if not found:
-        raise VerificationError(
-            f"no norm of {kind} in transformers multiplies by {gain}",
-            "its norms are of another kind; name another op",
-        )
-    return f"{kind} has {', '.join(dict.fromkeys(found))}"
+    if found := _norms_in(point, config):
+        return f"{kind} has {', '.join(found)}"
+    raise VerificationError(
+        f"no norm of {kind} in transformers multiplies by {NORMS[point][1]}",
+        "its norms are of another kind; name another op",
+    )
+
+
+def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:
+    """The classes of norms in a model that a point takes."""
+    for each in _names(config):
+        found, file = list(dict.fromkeys(norm_classes(each, NORMS[point][0]))), _modeling_file(each)
+        chosen = file is not None and set(found) <= chosen_classes(file)
+        # settings say whether the model has it, which only a model without weights tells
+        if found and (not chosen or _builds(config, found)):
+            return found
+    return []
 
 
 def mlps_of(config: Mapping[str, Any]) -> str:
@@ -87,38 +96,111 @@ def mlps_of(config: Mapping[str, Any]) -> str:
 
     Raises:
         VerificationError, MissingError: as `of_model`.
+        UsageError: see `text_part`; or transformers cannot build the model.
     """
     kind = str(config.get("model_type"))
-    text = config.get("text_config") or config
-    models = TransformersTree.installed().folder / "transformers/models"
-    for each in dict.fromkeys([str(text.get("model_type", kind)), kind]):
-        folder = _folder(models, each)
-        found = {} if folder is None else mlp_classes(folder)
-        silu = [
-            name
-            for name, setting in found.items()
-            if folder is not None
-            and text.get(setting, stated_activation(folder, setting)) in ("silu", "swish")
-        ]
-        # a mixture of experts may have none in any layer, which only a model without weights tells
-        if silu and (not stated_sizes(config).experts or _builds(config, silu)):
-            return f"{kind} has {', '.join(silu)}"
+    if found := _mlps_in(config):
+        return f"{kind} has {', '.join(found)}"
     raise VerificationError(
         f"no MLP of {kind} in transformers has silu(gate) * up as its activation",
         "its layers are of another kind; name another op",
     )
 
 
-def _builds(config: Mapping[str, Any], names: list[str]) -> bool:
-    """Whether a model has modules of these classes."""
-    from transformers import AutoConfig
+def _mlps_in(config: Mapping[str, Any]) -> list[str]:
+    """The classes of MLPs in a model that `gated_mlp` takes."""
+    text = text_part(config)
+    for each in _names(config):
+        file, settings = _modeling_file(each), _folder(each)
+        silu = [
+            name
+            for name, setting in ({} if file is None else mlp_classes(file)).items()
+            if settings is not None
+            and text.get(setting, stated_activation(settings, setting)) in ("silu", "swish")
+        ]
+        # a mixture of experts may have none in any layer, which only a model without weights tells
+        if silu and (not stated_sizes(config).experts or _builds(config, silu)):
+            return silu
+    return []
 
-    from patcher.bench.engines.causal_model import skeleton
 
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    whole = AutoConfig.for_model(str(config["model_type"]), **settings)
-    model = skeleton(whole, str(config["model_type"]))
+def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+    """How often a step of decode comes by a patch point, by a model without weights.
+
+    Args:
+        point: the point's name.
+        config: the model's config.json; `of_model` has found that it has layers of the point.
+
+    Returns:
+        The number of calls; None where the model's code does not run without weights.
+
+    Raises:
+        UsageError: transformers cannot build the model.
+    """
+    import torch
+
+    if LAYERS[point] is not None:
+        from patcher.integrate.transformers.points import POINTS
+
+        kind: Any = POINTS[point]
+        return stated_sizes(config).layers * int(kind.calls_per_layer)
+    names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
+    model = _without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.register_forward_pre_hook(count)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
+    except (RuntimeError, NotImplementedError):  # it asks for the value of a tensor
+        return None
+    return calls
+
+
+def _names(config: Mapping[str, Any]) -> list[str]:
+    """The architectures of a model: of its text decoder, and of all of it.
+
+    Raises:
+        VerificationError: transformers has none of them.
+        UsageError: see `text_part`.
+    """
+    kind = str(config.get("model_type"))
+    names = list(dict.fromkeys([str(text_part(config).get("model_type", kind)), kind]))
+    if all(_folder(each) is None for each in names):
+        raise VerificationError(
+            f"transformers {TransformersTree.installed().version()} has no architecture {kind!r}",
+            "take an engine that has it, or check `model_type` in its config.json",
+        )
+    return names
+
+
+def _builds(config: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a model has modules of these classes.
+
+    Raises:
+        UsageError: transformers cannot build it.
+    """
+    import torch
+
+    model = _without_weights(config, torch.float32)
     return any(type(module).__name__ in names for module in model.modules())
+
+
+def _without_weights(config: Mapping[str, Any], dtype: Any) -> Any:
+    """The model of a config.json on the device `meta`; raises as `model_config`, `skeleton`."""
+    from patcher.bench.engines.causal_model import skeleton
+    from patcher.bench.engines.model_config import CONFIG, read_config
+
+    with TemporaryDirectory() as folder:  # a file may have what no configuration takes
+        file = Path(folder) / CONFIG
+        file.write_text(json.dumps(config), encoding="utf-8")
+        return skeleton(read_config("this model", file), "this model", dtype)
 
 
 def default_activation(architecture: str) -> str | None:
@@ -127,7 +209,7 @@ def default_activation(architecture: str) -> str | None:
     Raises:
         MissingError: transformers is not installed.
     """
-    folder = _folder(TransformersTree.installed().folder / "transformers/models", architecture)
+    folder = _folder(architecture)
     if folder is None:
         return None
     found = (stated_activation(folder, name) for name in ("hidden_activation", "hidden_act"))
@@ -135,14 +217,13 @@ def default_activation(architecture: str) -> str | None:
 
 
 def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
-    """The classes in an architecture's own file whose objects compute an op.
+    """The classes in the file of an architecture's model whose objects compute an op.
 
     Raises:
         MissingError: transformers is not installed.
     """
-    folder = _folder(TransformersTree.installed().folder / "transformers/models", architecture)
-    file = None if folder is None else folder / f"modeling_{folder.name}.py"
-    if file is None or not file.is_file():
+    file = _modeling_file(architecture)
+    if file is None:
         return
     for name, digest in class_digests(file, "Norm"):
         known = _read()
@@ -156,9 +237,30 @@ def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
             yield name
 
 
-def _folder(models: Path, architecture: str) -> Path | None:
+def _models() -> Path:
+    return TransformersTree.installed().folder / "transformers/models"
+
+
+def _modeling_file(architecture: str) -> Path | None:
+    """The file that has the model of an architecture; that of `internlm3` is Llama's."""
+    folder = _folder(architecture)
+    if folder is None:
+        return None
+    own = folder / f"modeling_{folder.name}.py"
+    if own.is_file():
+        return own
+    table = (_models() / "auto/modeling_auto.py").read_text(encoding="utf-8")
+    for name in re.findall(rf'\("{re.escape(architecture)}", "(\w+)"\)', table):
+        for file in sorted(_models().glob("*/modeling_*.py")):
+            if f"\nclass {name}(" in file.read_text(encoding="utf-8"):
+                return file
+    return None
+
+
+def _folder(architecture: str) -> Path | None:
     """The folder of an architecture; that of `gemma3_text` is `gemma3`, as its files say."""
-    if (models / architecture).is_dir():
+    models = _models()
+    if re.fullmatch(r"[\w-]+", architecture) and (models / architecture).is_dir():
         return models / architecture
     mark = f'model_type = "{architecture}"'
     for file in sorted(models.glob("*/configuration_*.py")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.bench import MissingError, VerificationError
+from patcher.bench.engines.architecture import quantization, text_part
 from patcher.integrate.transformers.places import default_activation
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.tree import Tree
@@ -84,7 +85,7 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         VerificationError: the model has none; the message says why.
     """
     tree, layers, model = Tree.installed(), LAYERS[point], config()
-    names = [str(name) for name in model.get("architectures") or ()]
+    names = _named(model)
     known = architectures(tree, names)
     if not known:
         raise VerificationError(
@@ -120,15 +121,15 @@ def must_fit(point: str, model: Mapping[str, Any]) -> None:
     Raises:
         VerificationError: it does; the message says why.
     """
-    layers, name = LAYERS[point], next(iter(model.get("architectures") or ()), "model")
-    method = (model.get("quantization_config") or {}).get("quant_method")
+    layers, name = LAYERS[point], next(iter(_named(model)), "model")
+    method = quantization(model).get("quant_method")
     if layers.weights is not None and method != layers.weights:
         raise VerificationError(
             f"{point} takes {layers.weights} weights, those of this {name} are "
             f"{method or 'not quantised'}",
             "revert the patch for this model",
         )
-    text = model.get("text_config") or model
+    text = text_part(model)
     for key, value in layers.settings:
         if text.get(key, value) != value:
             raise VerificationError(
@@ -137,10 +138,16 @@ def must_fit(point: str, model: Mapping[str, Any]) -> None:
             )
 
 
+def _named(model: Mapping[str, Any]) -> list[str]:
+    """The classes that a config.json names; none where it has no list of them."""
+    named = model.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list | tuple) else []
+
+
 def _activation(model: Mapping[str, Any]) -> str | None:
     """The activation of a model's MLPs, by its config.json or else its architecture; None if
     neither names one."""
-    text = model.get("text_config") or model
+    text = text_part(model)
     found = text.get("hidden_activation") or text.get("hidden_act")
     if found is None and (kind := text.get("model_type")):
         try:

@@ -26,6 +26,7 @@ from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox import Excerpt, plain_file
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Patch
+from patcher.places import require_layers
 
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 28
@@ -64,6 +65,7 @@ def compare_patches(
     patches = [Patch.load(folder) for folder in patch_folders]
     for patch in patches:
         patch.verify_target()
+    require_layers(job.workload, patches)
     if job.process_pairs:
         from patcher.ab.session import compare_in_pairs
 

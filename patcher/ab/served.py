@@ -61,6 +61,7 @@ from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.comparison import Arm
 from patcher.integrate import Patch, engine_wants
+from patcher.places import require_layers
 
 WAIT_S = 2.0
 """Seconds until who waits for the pairs of others looks again."""
@@ -159,6 +160,7 @@ def with_patches(
     refuse_one_point_twice(patches)
     for patch in patches:
         patch.verify_target()
+    require_layers(job.workload, patches)
     points = [patch.manifest.target.point for patch in patches]
     own = overriding(engine_wants(job.workload.engine, points), stock.arguments)
     arguments = {**stock.arguments, **own}

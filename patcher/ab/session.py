@@ -50,6 +50,7 @@ from patcher.bench.ab.processes import ABPlan, refuse_few
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import fingerprint
 from patcher.integrate import Patch, Receipt
+from patcher.places import require_layers
 
 PATCHED = "patched"
 """Name of the patched process if there is one set of patches."""
@@ -104,6 +105,7 @@ def compare_sets(
         refuse_other_engines(job.workload, patches)
         for patch in patches:
             patch.verify_target()
+        require_layers(job.workload, patches)
     return _compare(job, sets, folder, _plan(job, shared=True), progress)
 
 

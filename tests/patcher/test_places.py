@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patch_sample import make_patch
 
+from patcher.ab import compare, session
+from patcher.ab.job import ABJob
 from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
 from patcher.integrate.vllm.places import must_fit
-from patcher.places import places_in, require_some_place
+from patcher.places import places_in, require_layers, require_some_place
 from patcher.sweeps import served_sweep
 
 TRACE = Path(__file__).parents[1] / "data/kineto/vllm_one_step_mi300.json.gz"
@@ -154,3 +157,21 @@ def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
         attention.sweep("cpu", f"{attention.sweep('cpu').name}@tokens=0:4")
     with pytest.raises(UsageError, match="has no sweep nope@hidden=8 for cpu"):
         NORM.sweep("cpu", "nope@hidden=8")
+
+
+def test_patches_without_layers_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = make_patch(tmp_path / "patch")
+    asked = workload(model_of(tmp_path))
+    with pytest.raises(VerificationError, match=r"has no layer of gpt_oss.decoder_layer"):
+        require_layers(asked, [patch])
+    require_layers(workload("gpt-oss-tiny"), [patch])
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it was loaded"))
+    job = ABJob(workload=asked)
+    for processes in (0, 3):
+        asked_so = job.model_copy(update={"process_pairs": processes})
+        with pytest.raises(VerificationError, match=r"has no layer of gpt_oss.decoder_layer"):
+            compare.compare_patches(asked_so, [patch.folder], lambda *_: None)
+    with pytest.raises(VerificationError, match=r"has no layer of gpt_oss.decoder_layer"):
+        session.compare_sets(job, {"one": [patch]}, tmp_path / "kept", lambda *_: None)

@@ -57,6 +57,8 @@ KINDS: dict[str, dict[str, Any]] = {
 MORE: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("mistral", "qwen2", "qwen3", "phi3", "olmo2")},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
+    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
     "gpt_oss": EXPERTS,
     "gemma2": {"sliding_window": 64},
     "glm4_moe": ROUTED,
@@ -108,6 +110,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 WHOLE = {
     **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe"), "rms_norm"),
+    "llama4_text": "rms_norm",
     **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
     **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
     "gpt_oss": "fused_add_rms_norm",

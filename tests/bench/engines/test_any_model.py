@@ -14,7 +14,7 @@ from tiny_models import EXPERTS, KINDS, MORE, model_of, multimodal
 
 from patcher.bench import MissingError, PatcherError, UsageError, Workload, presets
 from patcher.bench.engines import architecture
-from patcher.bench.engines.causal_model import skeleton
+from patcher.bench.engines.causal_model import refused, skeleton
 from patcher.bench.engines.model_config import configuration
 from patcher.bench.engines.transformers import TransformersEngine
 from patcher.hotspot.roofline import ServedModel
@@ -131,6 +131,10 @@ def test_norms_do_nothing(tmp_path: Path) -> None:
         ({"model_type": "vit"}, "no causal model"),
         ({"hidden_size": 63}, "not a multiple of the number of attention heads"),
         ({"max_position_embeddings": 8}, "leave no room"),
+        ({"vocab_size": 0}, "cannot build .*out of bounds"),
+        ({"pad_token_id": 512}, "cannot build .*[Pp]adding_idx"),
+        ({"hidden_act": "newest"}, "cannot build .*it knows no 'newest'"),
+        ({"is_encoder_decoder": True}, "is an encoder-decoder"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_measured(
@@ -141,6 +145,33 @@ def test_what_is_missing_is_said_before_anything_is_measured(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}), encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         workload(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "cannot run .*a LlamaForCausalLM: The size of tensor",
+        ),
+        ("llama", {"rms_norm_eps": float("nan")}, "the logits of .* are not numbers"),
+        ("mixtral", {**EXPERTS, "num_experts_per_tok": 9}, "cannot run .*out of range"),
+        ("bert", {}, "keeps nothing between steps"),
+    ],
+)
+def test_a_model_that_builds_and_does_not_decode_is_refused_as_it_is_loaded(
+    kind: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    asked = workload(model_of(tmp_path, kind, **change))
+    with pytest.raises(UsageError, match=said):
+        TransformersEngine(asked)
+
+
+def test_a_model_that_needs_more_memory_is_not_told_of_its_config() -> None:
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(type(error)), refused("run it"):
+            raise error
 
 
 @pytest.mark.parametrize("name", presets())
@@ -228,13 +259,60 @@ def test_quantised_models_are_for_engines_that_have_their_kernels(tmp_path: Path
         TransformersEngine(workload(model_of(tmp_path, "llama", **quantised)))
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_format_is_found_wherever_vllm_looks_for_it(
+    name: str, nested: bool, tmp_path: Path
+) -> None:
+    model, said = multimodal(tmp_path), {"quant_method": "compressed-tensors"}
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    (config["text_config"] if nested else config)[name] = said
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert architecture.quantization(config) == said
+    with pytest.raises(UsageError, match=r"quantised \(compressed-tensors\)"):
+        workload(model)
+    with pytest.raises(UsageError, match=f"{name} is no JSON object"):
+        architecture.quantization({name: "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            r"lack parameters of its config.json: 9, such as model.layers.2",
+        ),
+        ({"intermediate_size": 256}, "have other sizes than its config.json says: 6, such as"),
+        ({"model_type": "qwen3"}, "lack parameters of its config.json: 4, such as"),
+        ({}, "cannot load weights of .*header"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Nothing is made up for what they lack: it would have no seed."""
+    TransformersEngine(workload(model_of(tmp_path, "llama"))).model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), **change}
+    config.pop("layer_types", None)
+    file.write_text(json.dumps(config), encoding="utf-8")
+    if not change:
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+    asked = workload_for(str(tmp_path), "cpu", batch=2, input_len=8, weights="local")
+    with pytest.raises(UsageError, match=said):
+        TransformersEngine(asked)
+
+
 def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="holds no object"):
         workload(str(tmp_path))
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match="is not JSON"):
-        workload(str(tmp_path))
+    for text in ("{", "[" * 200_000):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="is not JSON"):
+            workload(str(tmp_path))
 
 
 def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:

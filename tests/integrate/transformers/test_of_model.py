@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
 import pytest
+from model_matrix import decoded
+from patch_sample import make_patch
+from tiny_models import KINDS, MORE, model_of
 from transformers_sample import GPT_OSS
 
 from patcher import bench
-from patcher.bench import UsageError, VerificationError
-from patcher.bench.engines.architecture import published_config
-from patcher.integrate import must_fit_model
-from patcher.integrate.transformers.places import of_model
+from patcher.bench import PatcherError, UsageError, VerificationError
+from patcher.bench.engines.architecture import full_config, published_config
+from patcher.bench.engines.causal_model import skeleton
+from patcher.bench.engines.model_config import model_config
+from patcher.integrate import must_fit_model, verify
+from patcher.integrate.places import calls_in_step
+from patcher.integrate.transformers.places import LAYERS, of_model
 
 OTHER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 NORM = bench.load_op("fused_add_rms_norm")
@@ -36,3 +46,83 @@ def test_the_config_is_read_if_a_point_asks() -> None:
     assert must_fit_model(NORM, "tensorrt_llm", never)
     with pytest.raises(UsageError, match="no patch point in"):
         must_fit_model(bench.load_op("moe_finalize"), "transformers", never)
+
+
+@pytest.mark.parametrize("point", ["norm", "gated_mlp"])
+def test_an_architecture_may_have_the_classes_of_another(point: str) -> None:
+    said = of_model(point, lambda: {"model_type": "internlm3", "hidden_act": "silu"})
+    assert said.startswith("internlm3 has Llama")
+
+
+@pytest.mark.parametrize("epsilon", [None, 1e-5])
+def test_norms_that_a_setting_chooses_are_there_if_it_does(
+    epsilon: float | None, tmp_path: Path
+) -> None:
+    """Cohere's models have layer norms, or norms of the root mean square."""
+    config = full_config(model_of(tmp_path, "cohere2_moe", rms_norm_eps=epsilon, num_experts=4))
+    model = skeleton(model_config(str(tmp_path)), "it")
+    there = any("RMSNorm" in type(each).__name__ for each in model.modules())
+    assert there is (epsilon is not None)
+    if there:
+        assert of_model("norm", lambda: config) == "cohere2_moe has Cohere2MoeRMSNorm"
+    else:
+        with pytest.raises(VerificationError, match="no norm of cohere2_moe"):
+            of_model("norm", lambda: config)
+
+
+@pytest.mark.parametrize("point", ["norm", "gemma_norm", "gated_mlp"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "newest"}, "has no architecture 'newest'"),
+        ({"model_type": "../models/llama"}, "has no architecture"),
+        ({"model_type": "gemma3", "text_config": [1]}, "text_config is no JSON object"),
+    ],
+)
+def test_a_config_that_is_none_is_told_so(point: str, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(PatcherError, match=said):
+        of_model(point, lambda: config)
+
+
+def test_a_config_that_does_not_build_is_told_so() -> None:
+    config = {"model_type": "qwen2_moe", "num_experts": 4, "hidden_size": "wide"}
+    with pytest.raises(
+        UsageError, match=r"cannot configure this model, a qwen2_moe: .*hidden_size"
+    ):
+        of_model("gated_mlp", lambda: config)
+
+
+@pytest.mark.parametrize("named", [7, "Qwen3ForCausalLM", None])
+def test_architectures_that_are_no_list_are_left_out(named: object) -> None:
+    config = {"model_type": "qwen3", "architectures": named}
+    with pytest.raises(VerificationError, match=r"^qwen3 has no layer of gpt_oss"):
+        of_model("gpt_oss.experts", lambda: config)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gpt_oss", "llama4_text"),
+        *("deepseek_v2", "deepseek_v4", "kimi_linear", "mamba2", "granitemoehybrid", "qwen3_next"),
+    ],
+)
+def test_a_config_tells_how_often_a_step_comes_by(kind: str, tmp_path: Path) -> None:
+    config = full_config(model_of(tmp_path / kind, kind, **{**KINDS, **MORE}[kind]))
+    told = {}
+    for point in LAYERS:
+        with suppress(VerificationError):
+            of_model(point, lambda: config)
+            told[point] = str(calls_in_step("transformers", point, config))
+    assert told == decoded(kind, tmp_path), "what a decoded step called"
+
+
+def test_a_model_whose_code_needs_weights_does_not_tell_how_often(tmp_path: Path) -> None:
+    config = full_config(model_of(tmp_path, "jetmoe", **MORE["jetmoe"]))
+    assert calls_in_step("transformers", "norm", config) is None
+
+
+def test_verify_tells_how_often_a_step_comes_by(tmp_path: Path) -> None:
+    told = verify(make_patch(tmp_path / "patch"), published_config("gpt-oss-tiny")).checks[-1]
+    calls = 2 * bench.preset("gpt-oss-tiny").config["num_hidden_layers"]
+    assert told.passed
+    assert told.detail.endswith(f"gpt_oss.decoder_layer; a step of decode calls them {calls} times")

@@ -143,6 +143,10 @@ def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.Monk
     with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are fp8"):
         of_model(point, lambda: fp8)
     assert of_model(point, lambda: mxfp4)
+    assert of_model(point, lambda: {**config, "text_config": mxfp4})
+    for odd, said in (({"text_config": [1]}, "text_config"), ({"architectures": 7}, "no model")):
+        with pytest.raises(bench.PatcherError, match=said):
+            of_model(point, lambda changed={**config, **odd}: changed)  # type: ignore[misc]
     # and of another formula, by the text model's own word before an older one
     monkeypatch.setitem(LAYERS, point, RoleLayers(("RMSNorm",), None, ("gelu",)))  # type: ignore[arg-type]
     older = {
