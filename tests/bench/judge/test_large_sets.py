@@ -151,7 +151,9 @@ def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 5000}})
-    with pytest.raises(bench.UsageError, match=r"too large to be judged: 1.\d+ GiB go to") as caught:
+    with pytest.raises(
+        bench.UsageError, match=r"too large to be judged: 1.\d+ GiB go to"
+    ) as caught:
         planning.require_fits(OP, sweep, "cpu")
     assert 'values = "bits"' in caught.value.hint
     monkeypatch.setattr(planning, "CAPACITY", 1 << 10)
