@@ -8,6 +8,7 @@ from typing import Any
 
 from patcher.bench import MissingError, VerificationError
 from patcher.bench.engines.architecture import quantization, text_part
+from patcher.bench.engines.vllm_options import EXPERTS
 from patcher.integrate.transformers.places import default_activation
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.tree import Tree
@@ -17,6 +18,10 @@ _MXFP4 = "mxfp4"
 _LINEAR = "RowParallelLinear|ColumnParallelLinear|ReplicatedLinear"
 _HEAD_NORMS = "q_norm|q_layernorm|query_layernorm", "k_norm|k_layernorm|key_layernorm"
 """The attributes that hold the norms of heads of query and key."""
+_ALL_LINEAR = ("awq", "fp8", "gptq")
+"""Formats of all linear layers."""
+_SPARED = "ignored_layers", "modules_to_not_convert", "dynamic", "modules_in_block_to_quantize"
+"""What such a format calls layers that it treats in another way."""
 _BY_NAME = "get_act_and_mul_fn"
 """Builds the activation that a config.json names."""
 
@@ -34,6 +39,8 @@ class RoleLayers:
     """The activations that it takes, by their names in a config.json; empty for any."""
     settings: tuple[tuple[str, object], ...] = ()
     """What a config.json has to say where it says anything."""
+    plain: bool = False
+    """Whether linear layers that are quantised are none of its own."""
 
 
 LAYERS: Mapping[str, RoleLayers] = {
@@ -51,7 +58,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
     "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",)),
     "norm.gemma": RoleLayers(("GemmaRMSNorm",)),
-    "linear": RoleLayers((_LINEAR,)),
+    "linear": RoleLayers((_LINEAR,), plain=True),
     "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
     "lm_head": RoleLayers(("ParallelLMHead",)),
     "lm_head.greedy": RoleLayers(("LogitsProcessor",)),
@@ -59,7 +66,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "mla_decode": RoleLayers(("MLAAttention|MultiHeadLatentAttentionWrapper",)),
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
-    "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear")),
+    "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear"), plain=True),
     "quantize_fp8": RoleLayers((_LINEAR,), "fp8"),
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope")),
@@ -129,6 +136,11 @@ def must_fit(point: str, model: Mapping[str, Any]) -> None:
             f"{method or 'not quantised'}",
             "revert the patch for this model",
         )
+    if layers.plain and _all_quantised(model):
+        raise VerificationError(
+            f"{point} takes plain weights, those of every linear layer of this {name} are {method}",
+            "revert the patch for this model",
+        )
     text = text_part(model)
     for key, value in layers.settings:
         if text.get(key, value) != value:
@@ -136,6 +148,18 @@ def must_fit(point: str, model: Mapping[str, Any]) -> None:
                 f"{point} takes {key} {value}, that of this {name} is {text[key]}",
                 "revert the patch for this model",
             )
+
+
+def _all_quantised(model: Mapping[str, Any]) -> bool:
+    """Whether a config.json leaves no linear layer plain, as far as it says: routers of experts and
+    towers of other senses are left so, and layers that it names."""
+    format_of, text = quantization(model), text_part(model)
+    return (
+        format_of.get("quant_method") in _ALL_LINEAR
+        and not any(format_of.get(name) for name in _SPARED)
+        and not any(text.get(name) for name in EXPERTS)
+        and text is model
+    )
 
 
 def _named(model: Mapping[str, Any]) -> list[str]:

@@ -175,3 +175,20 @@ def test_patches_without_layers_are_refused_before_anything_is_loaded(
             compare.compare_patches(asked_so, [patch.folder], lambda *_: None)
     with pytest.raises(VerificationError, match=r"has no layer of gpt_oss.decoder_layer"):
         session.compare_sets(job, {"one": [patch]}, tmp_path / "kept", lambda *_: None)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq"])
+@pytest.mark.parametrize("point", ["linear", "qkv_rope_kv"])
+def test_plain_matmuls_are_none_of_a_model_whose_linear_layers_are_all_quantised(
+    point: str, method: str
+) -> None:
+    quantised = {**LLAMA, "quantization_config": {"quant_method": method}}
+    with pytest.raises(VerificationError, match=f"plain weights, those of every .* are {method}"):
+        must_fit(point, quantised)
+    must_fit("lm_head", quantised)
+    must_fit(point, LLAMA)
+    must_fit(point, {**quantised, **EXPERTS})  # its routers are plain
+    must_fit(point, {**LLAMA, "quantization_config": {"quant_method": "mxfp4"}})
+    must_fit(point, {"vision_config": {}, "text_config": LLAMA, **quantised})
+    spared = {"quant_method": method, "modules_to_not_convert": ["o_proj"]}
+    must_fit(point, {**LLAMA, "quantization_config": spared})
