@@ -185,12 +185,12 @@ def _has_room(parameters: int) -> bool:
 
 
 def longest_context(model: str) -> int | None:
-    """Tokens that a sequence may have; None where its config.json does not say. Raises as
-    `published_config`."""
+    """Tokens that a sequence may have; None where its config.json does not say, or says -1: any.
+    Raises as `published_config`."""
     config = published_config(model)
     text = text_part(config)
     stated = [text[name] for name in LENGTHS if isinstance(text.get(name), int)]
-    return min(stated, default=None)
+    return min((length for length in stated if length > 0), default=None)
 
 
 def _class_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,21 @@ def test_norms_do_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lengths", "longest"),
+    [
+        ({"max_position_embeddings": 512, "n_positions": 128}, 128),
+        ({"max_position_embeddings": -1}, None),
+        ({"max_position_embeddings": -1, "n_positions": 128}, 128),
+    ],
+)
+def test_a_context_of_any_length_leaves_room(
+    lengths: dict[str, int], longest: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet", **lengths}))
+    assert architecture.longest_context(str(tmp_path)) == longest
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"model_type": "newest"}, "has no architecture 'newest'"),
