@@ -48,8 +48,9 @@ def replay(
 
     Exit code 0: each loop ends as recorded; 5: one does not.
     """
-    from patcher.kernel_search.recording import read, recordings
+    from patcher.kernel_search.recording import read
     from patcher.kernel_search.recording import replay as again
+    from patcher.kernel_search.recording_archive import recordings
 
     documents, lines = [], []
     with ExitStack() as stack:

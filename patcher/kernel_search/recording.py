@@ -11,20 +11,15 @@ Many recordings take little room in one archive: `tar -cJf recordings.tar.xz FOL
 
 from __future__ import annotations
 
-import lzma
-import shutil
-import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from patcher.agent import StopRules, recorded_stop, run_loop
 from patcher.attempts import Attempt, LoopResult
 from patcher.bench import (
-    MOST_BYTES,
     SCHEMA_VERSION,
     Candidate,
     Environment,
@@ -65,8 +60,8 @@ class LoopRecording(Record):
     search: Search
     hardware: str
     """What the agents were told of it."""
-    environment: Environment
-    """Where the judge worked."""
+    environment: Environment | None
+    """Where the judge worked; None: no reply held a source."""
     sweep: Sweep
     iterations: int
     """At most."""
@@ -108,9 +103,11 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         for name, data in run.state.results.items()
         if data["record"] == journal_name(Evaluation)
     ]
-    environments = [one.environment for one in found if one.environment is not None]
-    if not environments:
-        raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
+    place = next((one.environment for one in found if one.environment is not None), None)
+    if found and place is None:
+        raise UsageError(
+            f"the verdicts of run {run.id} do not say where the judge worked", "judge them anew"
+        )
     settings = run.config.settings
     given = {name: settings.get(name) for name in StopRules.model_fields}
     if run.done("profile"):
@@ -122,8 +119,11 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         language=result.language,
         search=Search.model_validate(plan["search"]),
         hardware=run.load("hardware", Hardware).words,
-        environment=environments[0],
-        sweep=op.sweep(environments[0].device_kind, _sweep_of(found) or plan.get("sweep")),
+        environment=place,
+        sweep=op.sweep(
+            place.device_kind if place else _kind(result.language),
+            _sweep_of(found) or plan.get("sweep"),
+        ),
         iterations=settings["iterations"],
         rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
@@ -152,59 +152,9 @@ def read(folder: Path) -> LoopRecording:
         ) from error
 
 
-@contextmanager
-def recordings(path: Path) -> Iterator[list[Path]]:
-    """The recordings at a path: the folder itself, or every folder of a `.tar.xz` archive.
-
-    An archive is unpacked into a scratch folder that lives as long as this context.
-
-    Raises:
-        UsageError: the archive is damaged, cut off, too large, or holds something else.
-    """
-    if path.suffix != ".xz":
-        yield [path]
-        return
-    with tempfile.TemporaryDirectory(prefix="patcher-recordings-") as scratch:
-        try:
-            _unpack(path, Path(scratch))
-        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-            raise UsageError(
-                f"{path.name} is a damaged archive, or is truncated", "restore it from a backup"
-            ) from error
-        except OSError as error:
-            raise UsageError(
-                f"cannot unpack {path}: {error.strerror}", "give an archive of recordings"
-            ) from error
-        found = sorted(Path(scratch).iterdir())
-        if not found:
-            raise UsageError(f"{path.name} holds no recording", "give an archive of recordings")
-        yield found
-
-
-def _unpack(path: Path, into: Path) -> None:
-    left = MOST_BYTES
-    with tarfile.open(path, "r|xz") as archive:
-        for member in archive:
-            parts: tuple[str, ...] = PurePosixPath(member.name).parts
-            if member.isdir() and len(parts) == 1 and parts[0] != "..":
-                continue
-            content = archive.extractfile(member) if member.isfile() else None
-            known = len(parts) == 2 and parts[0] not in ("..", "/") and parts[1] in FILES
-            left -= member.size
-            if left < 0:
-                raise UsageError(
-                    f"{path.name} unpacks to more than {MOST_BYTES >> 20} MiB",
-                    "give an archive of fewer recordings",
-                )
-            if content is None or not known:
-                raise UsageError(
-                    f"{path.name} holds {member.name!r}, which is no file of a recording",
-                    "give an archive of folders that `patcher record` wrote, and of nothing else",
-                )
-            target = into / member.name
-            target.parent.mkdir(exist_ok=True)
-            with target.open("wb") as file:
-                shutil.copyfileobj(content, file)
+def _kind(language: Language) -> str:
+    """Where the loop takes an op's sweep from, if nobody judged."""
+    return "cpu" if language.traits.device == "cpu" else "cuda"
 
 
 def _sweep_of(evaluations: list[Evaluation]) -> str | None:
@@ -274,11 +224,14 @@ def table(made: LoopRecording) -> str:
         if found.best_speedup is not None
         else "nothing right and faster"
     )
+    judged = "Nothing was judged"
+    if where is not None:
+        compiler = where.compiler or "no compiler"
+        judged = f"Judged on {where.device} ({compiler}; clocks {where.clocks})"
     lines = [
         f"# `{made.op}` in {made.language}, strategy `{found.strategy}`",
         "",
-        f"Judged on {where.device} ({where.compiler or 'no compiler'}; clocks {where.clocks}); "
-        f"{best}; ended: {found.stopped_detail or found.stopped}.",
+        f"{judged}; {best}; ended: {found.stopped_detail or found.stopped}.",
         "",
         "| # | phase | outcome | speedup | tokens in, out | what was asked for, what came of it |",
         "| ---: | --- | --- | ---: | ---: | --- |",

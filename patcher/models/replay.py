@@ -55,7 +55,7 @@ class ReplayModel:
         if recorded is None or recorded.role != request.role:
             raise RecordingEndedError(
                 f"the recording has no reply for {request.step}",
-                "ask for fewer iterations, or continue with another --model",
+                "ask for fewer iterations, or begin a run with another --model",
             )
         # What it cost was paid in the recorded run, not in this one.
         usage = recorded.reply.usage.model_copy(update={"cost_usd": None})

@@ -27,8 +27,8 @@ from patcher.kernel_search.recording import (
     REPLIES,
     read,
     read_evaluations,
-    recordings,
 )
+from patcher.kernel_search.recording_archive import recordings
 from patcher.models import ModelCall
 from patcher.models.replay import read_recording
 from patcher.prompting.extract import extract_source

@@ -30,7 +30,8 @@ from patcher.bench.ops.header import (
 )
 from patcher.bench.ops.op import SolutionInfo
 from patcher.cli import main
-from patcher.kernel_search.recording import LoopRecording, read, recordings
+from patcher.kernel_search.recording import LoopRecording, read
+from patcher.kernel_search.recording_archive import recordings
 from patcher.prompting.rendering import Prompts
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -233,3 +233,19 @@ def test_a_score_decides_what_is_best_wherever_it_is_told(
     file.write_text(json.dumps(about))
     assert replay(tmp_path / "rec") == ["best_iteration: 1 then, 0 now"]
     assert read(tmp_path / "rec").optimisation.iterations[1].score == -3.0
+
+
+def test_a_loop_whose_replies_held_no_source_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(tmp_path, monkeypatch, iterations=2, diagnoser="off") as run:
+        recording(tmp_path, [(f"{at}/generate", "I cannot do that.") for at in (0, 1)])
+        execute(run)
+    made = record(run.path, tmp_path / "rec")
+    assert made.environment is None
+    assert [one.outcome for one in made.optimisation.iterations] == ["generation_failure"] * 2
+    assert (
+        "Nothing was judged; nothing right and faster; " in (tmp_path / "rec/README.md").read_text()
+    )
+    assert read(tmp_path / "rec") == made
+    assert replay(tmp_path / "rec") == []

@@ -27,10 +27,10 @@ from patcher.kernel_search.recording import (
     TABLE,
     read,
     record,
-    recordings,
     replay,
     table,
 )
+from patcher.kernel_search.recording_archive import recordings
 from patcher.plan import RunPlan
 from patcher.settings import resolve
 from patcher.workloads import workload_for
@@ -204,7 +204,7 @@ def test_an_archive_that_is_none_is_said(tmp_path: Path) -> None:
 def test_an_archive_that_unpacks_to_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patcher.kernel_search.recording.MOST_BYTES", 100)
+    monkeypatch.setattr("patcher.kernel_search.recording_archive.MOST_BYTES", 100)
     large = pack(tmp_path / "large.tar.xz", (tarfile.TarInfo(f"a/{ABOUT}"), b"x" * 101))
     with pytest.raises(UsageError, match="unpacks to more than"), recordings(large):
         pass
