@@ -6,6 +6,8 @@ import gc
 import importlib.metadata
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,8 +28,6 @@ from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.workload import Workload, fit_context
 
 OLDEST = Version("5.17")
-_TRIED = 4
-"""Prompt tokens with which a loaded model is tried."""
 
 
 class TransformersEngine:
@@ -45,7 +45,7 @@ class TransformersEngine:
         text = self.model.config.get_text_config(decoder=True)
         self.vocab_size: int = text.vocab_size
         fit_context(workload, getattr(text, "max_position_embeddings", None))
-        self._must_decode()
+        self._decoded = False
 
     @staticmethod
     def check_model(workload: Workload) -> None:
@@ -61,38 +61,45 @@ class TransformersEngine:
         tokens = prompts.to(self.device)
         self.synchronize()
         begin = time.perf_counter()
-        output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
-        token = output.logits[:, -1:].argmax(-1)
-        self.synchronize()
-        return Decoding(self._state(output), [token], time.perf_counter() - begin)
+        with self._first():
+            output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+            token = output.logits[:, -1:].argmax(-1)
+            self.synchronize()
+            took_s = time.perf_counter() - begin
+            if not self._decoded and output.logits.isnan().any():
+                raise UsageError(
+                    f"the logits of {self.workload.model} are not numbers",
+                    "check its config.json and its weights, or give another --dtype",
+                )
+        return Decoding(self._state(output), [token], took_s)
 
     @torch.inference_mode()
     def decode(self, decoding: Decoding, steps: int) -> None:
         state, token = decoding.cache, decoding.picked[-1]
         self.synchronize()
         begin = time.perf_counter()
-        for _ in range(steps):
-            output = self.model(input_ids=token, use_cache=True, **state)
-            token = output.logits[:, -1:].argmax(-1)
-            decoding.picked.append(token)
-        self.synchronize()
+        with self._first():
+            for _ in range(steps):
+                output = self.model(input_ids=token, use_cache=True, **state)
+                token = output.logits[:, -1:].argmax(-1)
+                decoding.picked.append(token)
+            self.synchronize()
+        self._decoded = True
         decoding.decode_s += time.perf_counter() - begin
 
-    def _must_decode(self) -> None:
-        """Try a few tokens, before anything is measured: what transformers builds may not run.
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        """Until it has decoded once, which is before anything is measured, what transformers raises
+        is said in one sentence: what it builds may not run.
 
         Raises:
-            UsageError: the model does not decode, or its logits are no numbers.
+            UsageError: the model does not run.
         """
-        tokens = torch.zeros(1, min(self.workload.input_len, _TRIED), dtype=torch.int64)
+        if self._decoded:
+            yield
+            return
         with causal_model.refused(f"run {self.workload.model}, a {type(self.model).__name__}"):
-            self.decode(self.prefill(tokens), 1)
-            logits = self.logits(tokens, keep=1)
-        if logits.isnan().any():
-            raise UsageError(
-                f"the logits of {self.workload.model} are not numbers",
-                "check its config.json and its weights, or give another --dtype",
-            )
+            yield
 
     def _state(self, output: Any) -> dict[str, Any]:
         """What the next step is given, by name: keys and values, or Mamba's state."""

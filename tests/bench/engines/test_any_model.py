@@ -175,12 +175,13 @@ def test_what_is_missing_is_said_before_anything_is_measured(
         ("bert", {}, "keeps nothing between steps"),
     ],
 )
-def test_a_model_that_builds_and_does_not_decode_is_refused_as_it_is_loaded(
+def test_a_model_that_builds_and_does_not_decode_is_refused_before_it_is_measured(
     kind: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     asked = workload(model_of(tmp_path, kind, **change))
+    engine = TransformersEngine(asked)
     with pytest.raises(UsageError, match=said):
-        TransformersEngine(asked)
+        engine.generate(engine.prompts(0), 2)
 
 
 def test_a_model_that_needs_more_memory_is_not_told_of_its_config() -> None:
