@@ -16,7 +16,8 @@ def unsound(contract: Contract) -> str | None:
         return f"schema_version: {contract.schema_version} is not {SCHEMA_VERSION}"
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", contract.name):
         return f"name: {contract.name!r} cannot be the name of a function"
-    arguments = Counter(each.name for each in (*contract.tensors, *contract.scalars))
+    tensors = [tensor.name for tensor in contract.tensors]
+    arguments = Counter([*tensors, *(scalar.name for scalar in contract.scalars)])
     if twice := [name for name, count in arguments.items() if count > 1]:
         return f"two of its arguments are named {twice[0]}"
     for symbol in contract.symbols:
