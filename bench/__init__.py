@@ -52,7 +52,15 @@ from patcher.bench.ops.contract import (
 )
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtypes_in
 from patcher.bench.ops.header import comment_mark, header_form, header_hint, read_header
-from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops, sweep_named
+from patcher.bench.ops.op import (
+    Op,
+    SolutionInfo,
+    library,
+    load_op,
+    load_ops,
+    op_problems,
+    sweep_named,
+)
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems
@@ -164,6 +172,7 @@ __all__ = [
     "load_ops",
     "names_in",
     "obstacle",
+    "op_problems",
     "pairs_needed",
     "parse_json",
     "parse_toml",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from patcher.bench import MissingError, Op, PatchPointSpec, VerificationError
+from patcher.bench import MissingError, Op, PatcherError, PatchPointSpec, VerificationError
 from patcher.integrate.points import POINTS, all_specs, entries_of, find_point, present_name
 
 
@@ -53,7 +53,19 @@ def of_model(engine: str, point: str, config: Callable[[], Mapping[str, Any]]) -
     elif POINTS.ours(engine) and not entries_of(engine):
         return None  # of ours, these alone can tell; the others are not imported to be asked
     says = getattr(find_point(engine, name), "of_model", None)
-    return None if says is None else str(says(config()))
+    if says is None:
+        return None
+    read = config()
+    try:
+        return str(says(read))
+    except PatcherError:
+        raise
+    except Exception as error:  # whatever the code of others raises
+        raise MissingError(
+            f"of_model of the patch point {name} in {engine} raises {type(error).__name__}: "
+            f"{error}",
+            "repair or uninstall the package that brings it",
+        ) from error
 
 
 def calls_in_step(engine: str, point: str, config: Mapping[str, Any]) -> int | None:

@@ -126,13 +126,21 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
     if name in ours:
         return ours[name]
     found: dict[str, type[PatchPoint]] = {}
+    broken: MissingError | None = None
     for entry in entries_of(engine):
-        if name in found and name in POINTS.load_entry(entry):
+        try:
+            points = points_of(entry)
+        except MissingError as error:
+            broken = error  # another package may have the point
+            continue
+        if name in found and name in points:
             raise UsageError(
                 f"two packages bring a patch point {name} in {engine}", "uninstall one of them"
             )
-        found = {**POINTS.load_entry(entry), **found}
+        found = {**points, **found}
     if name not in found:
+        if broken is not None:
+            raise broken
         known = ", ".join({**ours, **found}) or "none"
         raise UsageError(
             f"no patch point {name} in {engine}; there are: {known}", "see docs/extending.md"
@@ -164,8 +172,18 @@ def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
     named = [spec for spec in op.contract.patch_points if spec.engine == engine]
     if named:
         return named
-    brought = [point for entry in entries_of(engine) for point in POINTS.load_entry(entry).values()]
-    return [point.spec for point in brought if point.op == op.name and hasattr(point, "spec")]
+    found: list[PatchPointSpec] = []
+    broken: MissingError | None = None
+    for entry in entries_of(engine):
+        try:
+            brought = points_of(entry).values()
+        except MissingError as error:
+            broken = error  # another package may have points of the op
+            continue
+        found += [each.spec for each in brought if each.op == op.name and hasattr(each, "spec")]
+    if broken is not None and not found:
+        raise broken
+    return found
 
 
 def all_specs(op: Op) -> list[PatchPointSpec]:
@@ -174,7 +192,7 @@ def all_specs(op: Op) -> list[PatchPointSpec]:
     found = list(op.contract.patch_points)
     for entry in POINTS.entries():
         try:
-            points = POINTS.load_entry(entry).values()
+            points = points_of(entry).values()
         except MissingError as error:
             log.warning("%s", error.message)
             continue
@@ -216,7 +234,7 @@ def names_taken(target: str) -> list[str]:
         MissingError: it cannot be imported.
     """
     entry = next(each for each in POINTS.entries() if each.value == target)
-    return sorted(_ours(_engine(entry)).keys() & POINTS.load_entry(entry).keys())
+    return sorted(_ours(_engine(entry)).keys() & points_of(entry).keys())
 
 
 def _ours(engine: str) -> Mapping[str, type[PatchPoint]]:
@@ -232,6 +250,35 @@ def _ours(engine: str) -> Mapping[str, type[PatchPoint]]:
         ) from None
 
 
+def points_of(entry: EntryPoint) -> Mapping[str, type[PatchPoint]]:
+    """What an entry point of another package names.
+
+    Raises:
+        MissingError: it cannot be imported, or is no mapping of names to adapters.
+    """
+    found: Any = POINTS.load_entry(entry)
+    wrong = "" if isinstance(found, Mapping) else f"is a {type(found).__name__}, no mapping"
+    for name, point in found.items() if not wrong else ():
+        lacks = [each for each in _ADAPTER if not hasattr(point, each)]
+        spec = getattr(point, "spec", None)
+        if lacks:
+            wrong = f"has a patch point {name} without {lacks[0]}"
+        elif point.name != name:
+            wrong = f"has a patch point {name} whose class is named {point.name}"
+        elif spec is not None and (not isinstance(spec, PatchPointSpec) or spec.point != name):
+            wrong = f"has a patch point {name} whose spec is no PatchPointSpec of that name"
+    if wrong:
+        raise MissingError(
+            f"{entry.value}, the entry point {entry.name}, {wrong}", "see docs/extending.md"
+        )
+    points: Mapping[str, type[PatchPoint]] = found
+    return points
+
+
+_ADAPTER = ("engine", "name", "op", "fingerprint", "find", "install", "remove")
+"""What a patch point of another package has to have."""
+
+
 def entries_of(engine: str) -> list[EntryPoint]:
     """The entry points of other packages for the engine."""
     return [entry for entry in POINTS.entries() if _engine(entry) == engine]
@@ -242,7 +289,7 @@ def _importable(engine: str) -> list[str]:
     found: list[str] = []
     for entry in entries_of(engine):
         try:
-            found += POINTS.load_entry(entry)
+            found += points_of(entry)
         except MissingError as error:
             log.warning("%s", error.message)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.bench import Language, MissingError, PatcherError, Plugin
+from patcher.bench import Language, MissingError, PatcherError, Plugin, UsageError, op_problems
 from patcher.bench.machine.clock_finding import clocks_finding
 from patcher.bench.machine.installed import compute_sanitizer_finding
 from patcher.bench.sandbox.policy import sandbox_description
@@ -95,7 +95,7 @@ def examine() -> list[Finding]:
         *PATCH_CHECKS,
     ]
     machine = Machine.here()
-    found = [*(check() for check in checks), *map(_plugin, found_plugins())]
+    found = [*(check() for check in checks), *map(_plugin, found_plugins()), *_broken_ops()]
     return [one.model_copy(update={"likely": machine.wants(one.name)}) for one in found]
 
 
@@ -209,6 +209,18 @@ def _plugin(plugin: Plugin) -> Finding:
         fix = f"repair or uninstall {plugin.origin}"
         return Finding(name=name, status="warn", detail=plugin.problem, fix=fix)
     return Finding(name=name, status="ok", detail=f"{plugin.target}, from {plugin.origin}")
+
+
+def _broken_ops() -> list[Finding]:
+    """Ops of `$PATCHER_OPS` that are left out."""
+    try:
+        found = op_problems()
+    except UsageError as error:
+        return [Finding(name="ops", status="warn", detail=error.message, fix=error.hint)]
+    return [
+        Finding(name=f"op {folder.name}", status="warn", detail=error.message, fix=error.hint)
+        for folder, error in found.items()
+    ]
 
 
 def _nsys() -> Finding:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from patcher.bench.errors import UsageError
-from patcher.bench.judge import regimes
+from patcher.bench.judge import op_calls, regimes
 from patcher.bench.judge.accuracy import (
     FLUSHED,
     explain_mismatch,
@@ -22,9 +22,10 @@ from patcher.bench.judge.accuracy import (
     stacked,
 )
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
+from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
-from patcher.bench.ops.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
+from patcher.bench.ops.contract import Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
 from patcher.bench.ops.op import Op
 
@@ -34,8 +35,6 @@ MIXED_BYTES = 16 << 20
 weights of normal values."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned."""
-WIDTHS = 2
-"""Points of a verdict with other widths. Each new width costs a just-in-time compilation."""
 
 
 @dataclass(frozen=True)
@@ -113,60 +112,6 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
                 add(point, "normal", placed=placed)
     draw.random.shuffle(cases)
     return cases
-
-
-def drawn_points(contract: Contract, sweep: Sweep, draw: random.Random) -> list[Point]:
-    """Draw points that no file names, within the guards of a contract.
-
-    The swept and hidden shapes stand in `op.toml`, so a candidate could be right at these alone. A
-    guard lets the engine call a kernel at every size within it, so some of them are tried, too.
-
-    Every combination of dtypes gets two numbers of rows: an odd one and any other. `WIDTHS` points
-    also change the axes whose guard is a multiple, such as `hidden`. No axis exceeds what the sweep
-    or a hidden shape has, so that every point is as possible as those.
-
-    Args:
-        contract: the op's contract.
-        sweep: the sweep that is judged.
-        draw: the source of random numbers.
-    """
-    points = []
-    for dtypes in contract.dtype_choices():
-        for odd in (True, False):
-            axes = _rows(contract, sweep, draw, odd)
-            points.append(Point(axes=axes, dtypes=dtypes))
-    for _ in range(WIDTHS):
-        axes = _rows(contract, sweep, draw, odd=False)
-        if contract.hidden and draw.random() < 0.5:
-            shape = draw.choice(contract.hidden).axes
-            axes = {**shape, sweep.axis: _within(contract, sweep.axis, shape[sweep.axis], draw)}
-        for axis, guard in contract.guards.axes.items():
-            if guard.multiple_of > 1 and axis in axes:
-                axes[axis] = _within(contract, axis, axes[axis], draw)
-        points.append(Point(axes=axes, dtypes=sweep.dtypes))
-    return points
-
-
-def _rows(contract: Contract, sweep: Sweep, draw: random.Random, odd: bool) -> dict[str, int]:
-    """The sweep's axes with another size of the swept one, odd if its guard allows that."""
-    size = _within(contract, sweep.axis, max(sweep.values), draw)
-    step = _guard(contract, sweep.axis).multiple_of
-    if odd and step % 2 and size % 2 == 0:
-        size -= step if size > step else -step
-    return {sweep.axis: size, **sweep.fixed}
-
-
-def _within(contract: Contract, axis: str, most: int, draw: random.Random) -> int:
-    """A size of the axis that its guard allows, from 1 to `most`."""
-    guard = _guard(contract, axis)
-    step = guard.multiple_of
-    largest = most if guard.maximum is None else min(most, guard.maximum)
-    fewest = -(-max(guard.minimum, 1) // step)
-    return step * draw.randint(min(fewest, largest // step), largest // step)
-
-
-def _guard(contract: Contract, axis: str) -> AxisGuard:
-    return contract.guards.axes.get(axis, AxisGuard())
 
 
 def _drawn_scalars(op: Op, draw: Secrets) -> tuple[float, ...]:
@@ -262,12 +207,23 @@ def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
     """Reference and accuracy baseline, both computed in the judge, where the inputs are."""
     scalars = scalars_by_name(op, case)
     copies = {name: value.clone() for name, value in inputs.items()}
-    run = op.accuracy(next(iter(inputs.values())).device.type)
-    returned = run(*copies.values(), *scalars.values())
-    written = [tensor.name for tensor in op.contract.written]
-    honest = dict(zip(written, returned, strict=True)) if isinstance(returned, tuple) else copies
-    kept = op.kept(**inputs)
-    return Expected(op.reference(**inputs, **scalars), honest, inputs, kept)
+    with op_calls.running(op, "baselines.py", op.accuracy_name):
+        run = op.accuracy(next(iter(inputs.values())).device.type)
+        returned = run(*copies.values(), *scalars.values())
+    honest = op_calls.written_by_baseline(op, op.accuracy_name, copies, returned)
+    with op_calls.running(op, "reference.py", "reference"):
+        kept, given = op.kept(**inputs), op.reference(**inputs, **scalars)
+    reference = op_calls.checked_results(op, "reference.py", "reference", given)
+    if case.regime == "normal":
+        op_calls.check_defined(op, reference, honest)
+    return Expected(reference, honest, inputs, kept)
+
+
+def planted(op: Op, case: Case, inputs: dict[str, Tensor]) -> Values:
+    """What the op's `control` gives, which must be told from right values."""
+    with op_calls.running(op, "reference.py", "control"):
+        given = op.control(**inputs, **scalars_by_name(op, case))
+    return op_calls.checked_results(op, "reference.py", "control", given)
 
 
 def value_problem(

@@ -26,6 +26,7 @@ from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Runner
+from patcher.bench.judge.regimes import require_seeded
 from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
 from patcher.bench.judge.tripwires import Tripwires
 from patcher.bench.judge.zygote import Limits, RunnerFailure, Zygote
@@ -119,6 +120,7 @@ class Judge:
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         require_fits(op, sweep, device)
+        require_seeded(op, cases_.shapes_tried(op, sweep), device)
         state = TrialState(candidate, device)
         start = begin(state, op, settings, report)
         if isinstance(start, Evaluation):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from patcher.bench.judge import op_calls
 from patcher.bench.ops.codes import decode, encode
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtype_of
@@ -72,7 +74,9 @@ def make(
     """Seeded values of all tensors on the device; tensors that are only written are poisoned."""
     generator = torch.Generator(device).manual_seed(seed)
     own = regime in op.inputs.REGIMES
-    values: dict[str, Tensor] = op.inputs.make(point, generator, regime if own else "normal")
+    with op_calls.running(op, "inputs.py", "make"):
+        given = op.inputs.make(point, generator, regime if own else "normal")
+    values = op_calls.checked_inputs(op, point, given)
     if own:
         return values
     if regime == EXACT:
@@ -80,6 +84,17 @@ def make(
     chooser = random.Random(seed)
     chosen = [name for name in ([only] if only else free(op)) if values[name].numel()]
     return values | {name: _changed(values[name], regime, chooser) for name in chosen}
+
+
+def require_seeded(op: Op, points: Sequence[Point], device: str) -> None:
+    """Check at the smallest of the points that equal seeds give equal inputs.
+
+    Raises:
+        UsageError: they do not.
+    """
+    sizes = [sum(math.prod(op.contract.shape(t, p)) for t in op.contract.tensors) for p in points]
+    point = points[sizes.index(min(sizes))]
+    op_calls.check_seeded(op, *(make(op, point, 1, "normal", device) for _ in range(2)))
 
 
 def _changed(value: Tensor, regime: str, chooser: random.Random) -> Tensor:

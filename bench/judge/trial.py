@@ -139,7 +139,7 @@ class Trial:
             self.state.outputs.update(sets.outputs(left))
         self.compared += 1
         if case.regime == "normal" and case.point in self.sweep.points():
-            control = op.control(**inputs, **cases_.scalars_by_name(op, case))
+            control = cases_.planted(op, case, inputs)
             self.planted += 1
             self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
 

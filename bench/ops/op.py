@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import logging
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
@@ -17,10 +16,15 @@ from pydantic import ValidationError
 
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
-from patcher.bench.ops.arithmetic import names_in
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import SIZED, Contract, Sweep
-from patcher.bench.records import Record, parse_toml, problem
+from patcher.bench.ops.op_files import load_file
+from patcher.bench.ops.soundness import unsound
+from patcher.bench.records import Record, parse_toml, problem, read_source
+
+log = logging.getLogger("patcher")
+
+CONTRACT_HINT = "see docs/tutorials/write-an-op.md, or compare it with `patcher ops show rms_norm`"
 
 
 class SolutionInfo(Record):
@@ -39,15 +43,17 @@ class Op:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        text = (folder / "op.toml").read_text(encoding="utf-8")
+        file = folder / "op.toml"
         try:
-            self.contract = Contract(**parse_toml(text))
+            self.contract = Contract(**parse_toml(read_source(file)))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} cannot be read: {problem(error)}", "fix the file") from error
         except (ValidationError, tomllib.TOMLDecodeError) as error:
             raise UsageError(
-                f"{folder / 'op.toml'} is not a valid contract: {problem(error)}"
+                f"{file} is not a valid contract: {problem(error)}", CONTRACT_HINT
             ) from error
-        if said := unknown_name(self.contract):
-            raise UsageError(f"{folder / 'op.toml'} is not a valid contract: {said}")
+        if said := unsound(self.contract):
+            raise UsageError(f"{file} is not a valid contract: {said}", CONTRACT_HINT)
 
     @property
     def name(self) -> str:
@@ -75,7 +81,9 @@ class Op:
     @cached_property
     def reference(self) -> Callable[..., dict[str, Any]]:
         """`reference(**inputs) -> {written tensor: float64 value}`; takes tensors of any dtype."""
-        function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").reference
+        function: Callable[..., dict[str, Any]] = load_file(
+            self.folder / "reference.py", "reference"
+        ).reference
         return function
 
     @cached_property
@@ -84,7 +92,7 @@ class Op:
         for an op that updates a tensor in part. Without it, no element is checked.
         """
         found: Callable[..., dict[str, Any]] | None = getattr(
-            _load(self.folder / "reference.py"), "kept", None
+            load_file(self.folder / "reference.py"), "kept", None
         )
         return found or (lambda **inputs: {})
 
@@ -97,14 +105,16 @@ class Op:
         none.
         """
         found: Callable[..., dict[str, Any]] | None = getattr(
-            _load(self.folder / "reference.py"), "derived", None
+            load_file(self.folder / "reference.py"), "derived", None
         )
         return found
 
     @cached_property
     def control(self) -> Callable[..., dict[str, Any]]:
         """The op in lower precision than the contract requires, which the judge must reject."""
-        function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control
+        function: Callable[..., dict[str, Any]] = load_file(
+            self.folder / "reference.py", "control"
+        ).control
         return function
 
     @cached_property
@@ -112,7 +122,7 @@ class Op:
         """`make(point, generator, regime) -> {tensor: value}` on the generator's device, and
         `REGIMES`; `normal` is the one that is timed.
         """
-        return _load(self.folder / "inputs.py")
+        return load_file(self.folder / "inputs.py", "make", "REGIMES")
 
     @cached_property
     def baselines(self) -> dict[str, Callable[[str], Callable[..., Any]]]:
@@ -121,8 +131,8 @@ class Op:
 
         A baseline writes in place, or returns a tuple of the written tensors in contract order.
         """
-        found: dict[str, Callable[[str], Callable[..., Any]]] = _load(
-            self.folder / "baselines.py"
+        found: dict[str, Callable[[str], Callable[..., Any]]] = load_file(
+            self.folder / "baselines.py", "BASELINES"
         ).BASELINES
         return found
 
@@ -133,7 +143,7 @@ class Op:
         Raises:
             UsageError: `baselines.py` names none, or names it by the constant's former spelling.
         """
-        module = _load(self.folder / "baselines.py")
+        module = load_file(self.folder / "baselines.py")
         name: str | None = getattr(module, "ACCURACY_BASELINE", None)
         if name is None:
             former = hasattr(module, "HONEST")
@@ -142,6 +152,12 @@ class Op:
                 "rename its constant HONEST to ACCURACY_BASELINE"
                 if former
                 else "set ACCURACY_BASELINE to the name in BASELINES that sets the tolerance",
+            )
+        if name not in self.baselines:
+            raise UsageError(
+                f"{self.folder / 'baselines.py'} names {name} as ACCURACY_BASELINE, which is not "
+                f"among its BASELINES: {', '.join(self.baselines) or 'none'}",
+                "set ACCURACY_BASELINE to the name in BASELINES that sets the tolerance",
             )
         return name
 
@@ -152,7 +168,7 @@ class Op:
         no baseline shows at its worst.
         """
         own: Callable[[str], Callable[..., Any]] | None = getattr(
-            _load(self.folder / "baselines.py"), "ACCURACY", None
+            load_file(self.folder / "baselines.py"), "ACCURACY", None
         )
         return own or self.baselines[self.accuracy_baseline]
 
@@ -210,36 +226,6 @@ class Op:
             yield info, Candidate.from_file(self.name, source, info.language)
 
 
-def unknown_name(contract: Contract) -> str | None:
-    """What a contract's arithmetic names that has no size, in words; None if all have one."""
-    told = [
-        *((f"a shape of {one.name}", size) for one in contract.tensors for size in one.shape),
-        *(
-            (f"a block of {one.name}", size)
-            for one in contract.tensors
-            for size in one.block
-            if isinstance(size, str)
-        ),
-        ("accuracy.reduction", contract.accuracy.reduction),
-        ("cost.bytes", contract.cost.bytes),
-        ("cost.flops", contract.cost.flops),
-    ]
-    sizes = {f"sweep {one.name}": {one.axis, *one.fixed} for one in contract.sweeps}
-    sizes |= {f"hidden shape {at}": set(one.axes) for at, one in enumerate(contract.hidden, 1)}
-    for what, expression in told:
-        try:
-            names = names_in(expression) - contract.dtypes.keys()
-        except SyntaxError:
-            return f"{what} is no arithmetic: {expression}"
-        for place, axes in sizes.items():
-            if missing := sorted(names - axes):
-                return f"{what} names {missing[0]}, of which {place} has no size"
-    known = set[str]().union(*sizes.values())
-    if strange := sorted(contract.guards.axes.keys() - known):
-        return f"a guard is of {strange[0]}, of which no sweep has a size"
-    return None
-
-
 def sweep_named(contract: Contract, name: str | None) -> Sweep | None:
     """The contract's sweep of that name, with the sizes and dtypes that the name says after an `@`;
     None if there is no such sweep.
@@ -270,26 +256,6 @@ def sweep_named(contract: Contract, name: str | None) -> Sweep | None:
     return sweep.sized(sizes, dtypes, values)
 
 
-def _load(path: Path) -> ModuleType:
-    """Import a file of the library by path; `kernels/` is data, not a package."""
-    # two libraries may each have an op of the same name
-    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    name = f"_patcher_op_{path.parent.name}_{path.stem}_{where}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"cannot load {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def library() -> Path:
     """The kernel library: `patcher/kernel_library`, in a checkout a link to `kernels/`.
 
@@ -309,10 +275,12 @@ def load_ops() -> dict[str, Op]:
 
     Relative folders count from the current folder.
 
+    A user's op whose contract is not valid is left out, and logged: see `op_problems`.
+
     Raises:
-        UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
+        UsageError: a folder of `$PATCHER_OPS` does not exist.
     """
-    return _load_ops(user_op_folders())
+    return _load_ops(user_op_folders())[0]
 
 
 def user_op_folders() -> str:
@@ -321,27 +289,54 @@ def user_op_folders() -> str:
     return os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
 
+def op_problems() -> dict[Path, UsageError]:
+    """What is wrong with ops in the folders of `$PATCHER_OPS` that `load_ops` leaves out, by the
+    op's folder.
+
+    Raises:
+        UsageError: see `load_ops`.
+    """
+    return _load_ops(user_op_folders())[1]
+
+
 @cache
-def _load_ops(more: str) -> dict[str, Op]:
-    folders = [library(), *(Path(folder) for folder in more.split(os.pathsep) if folder)]
-    for folder in folders:
+def _load_ops(more: str) -> tuple[dict[str, Op], dict[Path, UsageError]]:
+    found = {op.name: op for op in map(Op, _folders_of_ops(library()))}
+    broken: dict[Path, UsageError] = {}
+    for folder in map(Path, filter(None, more.split(os.pathsep))):
         if not folder.is_dir():
             raise UsageError(
                 f"PATCHER_OPS names {folder}, which is no folder", "fix or unset PATCHER_OPS"
             )
-    found = [Op(path.parent) for folder in folders for path in sorted(folder.glob("*/op.toml"))]
-    return {op.name: op for op in found}
+        for each in _folders_of_ops(folder):
+            try:
+                op = Op(each)
+            except UsageError as error:
+                log.warning("an op is left out: %s", error.message)
+                found.pop(each.name, None)  # which it was to replace
+                broken[each] = error
+            else:
+                found[op.name] = op
+    return found, broken
+
+
+def _folders_of_ops(folder: Path) -> list[Path]:
+    # lexists: a link to nothing is an op that is broken
+    return [each for each in sorted(folder.iterdir()) if os.path.lexists(each / "op.toml")]
 
 
 def load_op(name: str) -> Op:
     """The op of that name.
 
     Raises:
-        UsageError: there is no such op.
+        UsageError: there is no such op, or what `$PATCHER_OPS` has in the folder of that name is
+            not valid.
     """
-    try:
-        return load_ops()[name]
-    except KeyError:
-        raise UsageError(
-            f"unknown op {name!r}", f"the library has: {', '.join(load_ops())}"
-        ) from None
+    found, broken = load_ops(), op_problems()
+    if name in found:
+        return found[name]
+    for folder, error in broken.items():
+        if folder.name == name:
+            raise error
+    left_out = "".join(f"; left out: {error.message}" for error in broken.values())
+    raise UsageError(f"unknown op {name!r}", f"the library has: {', '.join(found)}{left_out}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from patcher.bench import Contract, Op
+from patcher.bench import Contract, Op, UsageError
 
 
 def ops_table(ops: dict[str, Op], contracts: Iterable[Contract]) -> Table:
@@ -17,10 +17,21 @@ def ops_table(ops: dict[str, Op], contracts: Iterable[Contract]) -> Table:
     for op, contract in zip(ops.values(), contracts, strict=True):
         points = (f"{p.engine} {p.versions}: {p.point}" for p in contract.patch_points)
         table.add_row(
-            op.name,
-            op.contract.operation,
-            ", ".join(op.baselines),
-            ", ".join(info.name for info, _ in op.solutions()),
-            "\n".join(points),
+            op.name, op.contract.operation, _baselines(op), _solutions(op), "\n".join(points)
         )
     return table
+
+
+def _baselines(op: Op) -> str:
+    """Their names; else what is wrong with their file, which leaves other ops in the table."""
+    try:
+        return ", ".join(op.baselines)
+    except UsageError as error:
+        return error.message
+
+
+def _solutions(op: Op) -> str:
+    try:
+        return ", ".join(info.name for info, _ in op.solutions())
+    except UsageError as error:
+        return error.message

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patcher.bench import Op, Record
+from patcher.bench import Op, Record, UsageError
 from patcher.bench.judge import cases
 from patcher.integrate import (
     ProblemOptions,
@@ -189,8 +189,8 @@ def _told_apart(op: Op) -> None:
     inputs = op.inputs.make(case.point, torch.Generator().manual_seed(0), "normal")
     try:
         expected = cases.expect(op, case, inputs)
-        wrong = cases.value_problem(op, [case], [expected], [op.control(**inputs)])
-    except RuntimeError as error:  # an operator that lacks the column's dtype
+        wrong = cases.value_problem(op, [case], [expected], [cases.planted(op, case, inputs)])
+    except (RuntimeError, UsageError) as error:  # an operator that lacks the column's dtype
         raise _Filtered("eager fails", error) from error
     if wrong is None:
         raise _Filtered("judge cannot tell", "a version in lower precision passes")

@@ -436,6 +436,7 @@ from patcher.bench import PatchPointSpec
 
 class Point:
     engine, name, op = "transformers", "{name}", "fused_add_rms_norm"
+    fingerprint = find = install = remove = None
     spec = PatchPointSpec(
         engine=engine, versions=">=5", point=name, summary="mine", calls_per_layer=2
     )

@@ -16,13 +16,13 @@ from patcher.bench.judge.cases import (
     Case,
     Secrets,
     correctness_cases,
-    drawn_points,
     expect,
     make_inputs,
     placements,
     tensors_of,
     value_problem,
 )
+from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.ops.op import Op, load_op, load_ops
 from patcher.bench.selftest.scorecard import corpus_folder
 
