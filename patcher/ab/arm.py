@@ -24,7 +24,13 @@ from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab import cloze
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.ab.logits import served_alone, served_logits
-from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
+from patcher.bench.engines import (
+    Decoding,
+    Measurable,
+    in_process,
+    open_measurable,
+    random_prompts,
+)
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.bench.machine.memory import free_host_bytes
 from patcher.integrate import Receipt, activated, await_engine, worker_receipts
@@ -49,6 +55,8 @@ class ArmServer:
         self.engine: Measurable = open_measurable(
             self.workload, load.arguments, load.memory_share, load.room
         )
+        if in_process(self.workload.engine):
+            self._try_model()
         self.active: Activation = activated(
             self.workload.engine, getattr(self.engine, "model", None)
         )
@@ -56,6 +64,16 @@ class ArmServer:
         self._decoding: Decoding | None = None
         self._calls = 0
         self._delay = ExitStack()
+
+    def _try_model(self) -> None:
+        """A token before patches are installed, so that no patch is taken for a model that does not
+        run, nor the other way round: what patches break is a verdict's to say.
+
+        Raises:
+            UsageError: the model does not run.
+        """
+        prompts = random_prompts(self.workload, self.engine.vocab_size, seed=0)[:1, :1]
+        self.engine.decode(self.engine.prefill(prompts), 1)
 
     def answer(self, command: say.ArmCommand) -> say.ArmReply:
         """Execute a command and return its reply.

@@ -25,7 +25,7 @@ from patcher.ab.launcher import loads_beside
 from patcher.ab.quality_check import identical
 from patcher.ab.receipt_counts import difference, merged
 from patcher.ab.session import PATCHED, PatchSession, compare_in_pairs
-from patcher.bench import Language, Workload
+from patcher.bench import Candidate, Language, Workload
 from patcher.bench.ab.blocks import BASELINE, CONTROL, Block
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.processes import ABPlan
@@ -102,6 +102,36 @@ def test_a_pair_of_windows_in_two_processes(arms: dict[Arm, ArmProcess]) -> None
         calls = {window.arm: window.kernel_calls for window in windows}
         assert calls["baseline"] == 0
         assert calls["patched"] == 11 * arm_calls(arms["patched"])
+
+
+NAN = """#include <tvm/ffi/container/tensor.h>
+#include <cmath>
+using tvm::ffi::TensorView;
+void fused_add_rms_norm(TensorView input, TensorView residual, TensorView weight, double epsilon) {
+  auto* values = static_cast<float*>(input.data_ptr());
+  for (int64_t i = 0; i < input.size(0) * input.size(1); ++i) values[i] = NAN;
+}
+"""
+
+
+def test_a_patch_that_gives_no_numbers_is_measured_for_a_verdict(tmp_path: Path) -> None:
+    """A model that gives none is refused as it is loaded: this one is sound."""
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=NAN)
+    made = Patch.create(
+        tmp_path / "nan",
+        OP,
+        candidate,
+        evaluation(candidate),
+        engine="transformers",
+        made_by="test",
+    )
+    job = ABJob(workload=WORKLOAD, process_pairs=3, quality_steps=4)
+    session = PatchSession(job, {PATCHED: [made]}, tmp_path / "blocks")
+    process = session.launcher.start("patched", 0.4)
+    try:
+        assert arm_calls(process) > 0
+    finally:
+        process.close()
 
 
 def arm_calls(process: ArmProcess) -> int:
