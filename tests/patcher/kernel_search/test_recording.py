@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -16,7 +17,14 @@ from agent_sample import verdict
 from command_line import ROOT, patcher
 
 from patcher import pipeline
-from patcher.bench import Candidate, Evaluation, UsageError, VerificationError, load_ops
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    UsageError,
+    VerificationError,
+    content,
+    load_ops,
+)
 from patcher.bench.machine.environment import describe
 from patcher.kernel_search import stage
 from patcher.kernel_search.recording import (
@@ -215,3 +223,25 @@ def test_recordings_that_ship_replay(name: str, shipped: Path) -> None:
     assert replay(shipped / name) == []
     assert sorted(path.name for path in (shipped / name).iterdir()) == sorted(FILES)
     assert (shipped / name / TABLE).read_text(encoding="utf-8") == table(read(shipped / name))
+
+
+def speedup_of(verdict: dict[str, float]) -> float:
+    return verdict["geomean_speedup"]
+
+
+def test_speedups_of_loops_that_go_on_are_those_of_their_verdicts() -> None:
+    """Each that the page says of `linear_fp8` and `decode_attention`, and no other."""
+    kept = json.loads(content(ARCHIVE.parent / "h200-rounds.json.xz"))["verdicts"]
+    page = (ARCHIVE.parent / "README.md").read_text(encoding="utf-8")
+    _, rest = page.split("## Loops that go on")
+    rows = [line.split("|")[3] for line in rest.splitlines() if line.count("|") == 5]
+    told = [float(found) for row in rows[2:6] for found in re.findall(r"\d\.\d\d", row)]
+    ops = ("linear_fp8", "decode_attention")
+    right = [round(speedup_of(each), 2) for each in kept if each["op"] in ops]
+    assert len(told) == len(right) == 18
+    assert sorted(told) == sorted(right)
+    [fastest] = [
+        each for each in kept if each["geomean_speedup"] == pytest.approx(1.5336, abs=1e-4)
+    ]
+    points = [round(point["speedup"], 2) for point in fastest["timings"]]
+    assert (min(points), max(points)) == (1.21, 1.68)
