@@ -46,11 +46,9 @@ def of_model(engine: str, point: str, config: Callable[[], Mapping[str, Any]]) -
         UsageError, MissingError: see `find_point`; or the engine is not installed.
     """
     name = present_name(engine, point)
-    if engine in _READERS:
-        reader = importlib.import_module(_READERS[engine])
-        if name in reader.LAYERS:
-            return str(reader.of_model(name, config))
-    elif POINTS.ours(engine) and not entries_of(engine):
+    if (known := _ours(engine, name, "of_model")) is not None:
+        return str(known(config))
+    if engine not in _READERS and POINTS.ours(engine) and not entries_of(engine):
         return None  # of ours, these alone can tell; the others are not imported to be asked
     says = getattr(find_point(engine, name), "of_model", None)
     if says is None:
@@ -75,12 +73,19 @@ def calls_in_step(engine: str, point: str, config: Mapping[str, Any]) -> int | N
     Raises:
         UsageError: the engine cannot build the model.
     """
-    if engine in _READERS:
-        reader, name = importlib.import_module(_READERS[engine]), present_name(engine, point)
-        if name in reader.LAYERS and hasattr(reader, "calls_in_step"):
-            found: int | None = reader.calls_in_step(name, config)
-            return found
-    return None
+    counted = _ours(engine, present_name(engine, point), "calls_in_step")
+    found: int | None = None if counted is None else counted(config)
+    return found
+
+
+def _ours(engine: str, name: str, function: str) -> Callable[[Any], Any] | None:
+    """A function of our reader of an engine's models, for a point; None: it does not tell."""
+    if engine not in _READERS:
+        return None
+    reader = importlib.import_module(_READERS[engine])
+    if name not in reader.LAYERS or not hasattr(reader, function):
+        return None
+    return partial(getattr(reader, function), name)
 
 
 def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, Any]]) -> OpPlaces:
@@ -116,16 +121,11 @@ def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, A
 
 def _stated(spec: PatchPointSpec, config: Callable[[str], Mapping[str, Any]]) -> str | None:
     """Why a config.json alone says that a model has no layers of a point; None if it does not."""
-    if spec.engine not in _READERS:
-        return None
-    reader, name = (
-        importlib.import_module(_READERS[spec.engine]),
-        present_name(spec.engine, spec.point),
-    )
-    if name not in reader.LAYERS or not hasattr(reader, "must_fit"):
+    must_fit = _ours(spec.engine, present_name(spec.engine, spec.point), "must_fit")
+    if must_fit is None:
         return None
     try:
-        reader.must_fit(name, config(spec.engine))
+        must_fit(config(spec.engine))
     except VerificationError as error:
         return str(error.message)
     return None

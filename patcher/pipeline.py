@@ -282,9 +282,10 @@ def _first_covered(profile: Profile, workload: Workload) -> str:
         UsageError: no hotspot has one; the message says why each does not.
     """
     refused: list[PatcherError] = []
+    config = _config_of(workload)
     for name in dict.fromkeys(spot.op for spot in profile.hotspots if spot.op):
         try:  # a profile of an earlier version was not asked
-            must_fit_model(load_op(name), workload.engine, _config_of(workload))
+            must_fit_model(load_op(name), workload.engine, config)
         except (UsageError, VerificationError) as error:
             refused.append(error)
         else:

@@ -158,7 +158,7 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     try:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
-    except (RuntimeError, NotImplementedError):  # it asks for the value of a tensor
+    except RuntimeError:  # it asks for the value of a tensor
         return None
     return calls
 
@@ -249,9 +249,15 @@ def _modeling_file(architecture: str) -> Path | None:
     own = folder / f"modeling_{folder.name}.py"
     if own.is_file():
         return own
-    table = (_models() / "auto/modeling_auto.py").read_text(encoding="utf-8")
+    return _file_of_another(_models(), architecture)
+
+
+@cache
+def _file_of_another(models: Path, architecture: str) -> Path | None:
+    """The file of another architecture that has the model of this one: all files are read."""
+    table = (models / "auto/modeling_auto.py").read_text(encoding="utf-8")
     for name in re.findall(rf'\("{re.escape(architecture)}", "(\w+)"\)', table):
-        for file in sorted(_models().glob("*/modeling_*.py")):
+        for file in sorted(models.glob("*/modeling_*.py")):
             if f"\nclass {name}(" in file.read_text(encoding="utf-8"):
                 return file
     return None

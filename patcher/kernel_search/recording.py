@@ -32,6 +32,7 @@ from patcher.bench import (
     load_op,
 )
 from patcher.hotspot import Profile
+from patcher.judges.languages import judge_device_kind
 from patcher.kernel_search.stage import Hardware, op_share_pct, unadvised
 from patcher.models import PROMPT_TOKENS, ModelCall, Role
 from patcher.models.replay import RecordingEndedError, ReplayModel, export_recording
@@ -121,7 +122,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         hardware=run.load("hardware", Hardware).words,
         environment=place,
         sweep=op.sweep(
-            place.device_kind if place else _kind(result.language),
+            place.device_kind if place else judge_device_kind(settings["judge"], result.language),
             _sweep_of(found) or plan.get("sweep"),
         ),
         iterations=settings["iterations"],
@@ -150,11 +151,6 @@ def read(folder: Path) -> LoopRecording:
         raise UsageError(
             f"{folder} holds no recording", "give a folder that `patcher record` wrote"
         ) from error
-
-
-def _kind(language: Language) -> str:
-    """Where the loop takes an op's sweep from, if nobody judged."""
-    return "cpu" if language.traits.device == "cpu" else "cuda"
 
 
 def _sweep_of(evaluations: list[Evaluation]) -> str | None:
