@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from patcher.bench.errors import BusyError
 from patcher.bench.judge.cases import Secrets
-from patcher.bench.judge.ceilings import Ceilings
+from patcher.bench.judge.ceilings import ceilings, measured_again
 from patcher.bench.judge.clockcheck import (
     Measured,
     Precision,
@@ -81,7 +81,7 @@ class TimingSession:
         draw: Secrets,
         stock: RandomPool,
         clocks: ClockMonitor,
-        ceilings: Ceilings,
+        threads: int | None,
         precision: Precision,
         apart: DeviceCode | None = None,
     ) -> None:
@@ -91,7 +91,8 @@ class TimingSession:
         self.theirs.idle = None if apart is None else apart.left_behind
         empty = self.theirs.empty
         self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=empty, apart=apart)
-        self.ceilings, self.precision, self.apart = ceilings, precision, apart
+        self.ceilings, self.threads = ceilings(device, threads), threads
+        self.precision, self.apart = precision, apart
         self.method, self.calls = METHODS[device], 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
@@ -151,8 +152,7 @@ class TimingSession:
         If only outputs are checked (not `tells`), a disturbed one is used as well. See `compare`
         for what it raises.
 
-        Returns:
-            The measurement in which the candidate was slowest.
+        Returns: the measurement in which the candidate was slowest.
         """
         tells = self.precision.tells
         plausible: list[Measured] = []
@@ -161,6 +161,7 @@ class TimingSession:
             last = self._measured(point, sets)
             if last.problem:
                 problems.append(last.problem)
+                self.ceilings = measured_again(self.device, self.threads)
             elif last.disturbance is None or not tells:
                 plausible.append(last)
             if len(plausible) > len(problems):

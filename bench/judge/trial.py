@@ -15,7 +15,6 @@ from patcher.bench.errors import VerificationError
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.cases import Case, Secrets
-from patcher.bench.judge.ceilings import ceilings
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS, Precision
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
@@ -198,7 +197,6 @@ class Trial:
             most_pairs=settings.pairs,
             half_width=settings.precision_pct / 100,
         )
-        best = ceilings(device, settings.threads)
         session = TimingSession(
             self.op,
             device,
@@ -207,7 +205,7 @@ class Trial:
             self.draw,
             self.stock,
             clocks,
-            best,
+            settings.threads,
             precision,
             apart,
         )

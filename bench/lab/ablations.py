@@ -41,6 +41,8 @@ class AblationVariant:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     strategy: str = "refine"
+    rounds: bool = False
+    """Whether the strategy asks several candidates together, so that it takes a width."""
     counters: bool = True
     memory: bool = True
 
@@ -51,8 +53,8 @@ VARIANTS = {
     "no diagnoser": AblationVariant({"diagnoser": OFF}),
     "no counters": AblationVariant(counters=False),
     "no memory": AblationVariant(memory=False),
-    "beam": AblationVariant(strategy="beam"),
-    "evolve": AblationVariant(strategy="evolve"),
+    "beam": AblationVariant(strategy="beam", rounds=True),
+    "evolve": AblationVariant(strategy="evolve", rounds=True),
 }
 
 
@@ -68,6 +70,8 @@ class AblationPlan(Record):
     threads: int | None = None
     judge: str = "local"
     sweep: str | None = None
+    width: int | None = None
+    """Candidates a round, where a variant's strategy asks several together."""
 
 
 class AblationRow(Record):
@@ -148,13 +152,14 @@ def _open(plan: AblationPlan, folder: Path, cell: Cell, root: Path) -> Run:
         }
     )
     known_op = load_op(op)
+    width = plan.width if variant.rounds else None
     asked = RunPlan(
         op=known_op.name,
         language=plan.language,
         sweep=plan.sweep,
         whole=False,
         threads=plan.threads,
-        search=Search.of(known_op, plan.language, variant.strategy, seed=seed),
+        search=Search.of(known_op, plan.language, variant.strategy, width=width, seed=seed),
         counters=variant.counters,
     )
     return pipeline.start(settings, "optimize", None, None, asked)
@@ -245,10 +250,11 @@ def table(plan: AblationPlan, rows: Sequence[AblationRow]) -> str:
         *("variant", "runs", "right", "gain", "against *as it is* (pairs)"),
         *("right here alone, there alone", "tokens", "$", "judge s"),
     )
+    wide = "" if plan.width is None else f", {plan.width} a round of beam and evolve"
     lines = [
         f"{len(plan.ops)} problems, seeds {', '.join(map(str, plan.seeds))}, {plan.model}, "
-        f"{plan.language}, {plan.iterations} iterations; means with 95 % intervals, paired by "
-        "problem and seed; 1 where nothing is right and faster.",
+        f"{plan.language}, {plan.iterations} iterations{wide}; means with 95 % intervals, paired "
+        "by problem and seed; 1 where nothing is right and faster.",
         "",
         f"| {' | '.join(head)} |",
         f"| --- |{' ---: |' * (len(head) - 1)}",
@@ -291,6 +297,7 @@ def _plan(words: argparse.Namespace) -> AblationPlan:
         threads=words.threads,
         judge=words.judge,
         sweep=words.sweep,
+        width=words.width,
     )
     file = words.out / PLAN
     if file.is_file():
@@ -318,6 +325,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--judge", default="local")
     parser.add_argument("--sweep")
+    parser.add_argument("--width", type=int, help="candidates a round of beam and evolve")
     given = parser.parse_args(words)
     try:
         plan = _plan(given)

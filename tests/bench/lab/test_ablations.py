@@ -122,6 +122,17 @@ def test_what_has_not_ended_is_no_figure(judge: None, tmp_path: Path) -> None:
     assert kept["no-memory"]["settings"]["memory"] == "off"
 
 
+def test_a_width_is_of_the_variants_that_ask_several_together(
+    judge: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [OP, "--iterations", "4", "--seeds", "1", "--variant", "beam", "--width", "2"]
+    prompts = tmp_path / "prompts"
+    assert main([*words, "--model", f"exchange:{prompts}", "--out", str(tmp_path / "out")]) == 6
+    assert "4 iterations, 2 a round of beam and evolve; means" in capsys.readouterr().out
+    asked = {slug: len(list((prompts / slug).rglob("*.prompt.md"))) for slug in ("as-it-is", "beam")}
+    assert asked == {"as-it-is": 1, "beam": 2}
+
+
 def test_the_seed_of_an_entry_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
