@@ -135,7 +135,7 @@ def explain_mismatch(
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
         value, honest = torch.where(ordinary, value, zero), torch.where(ordinary, honest, zero)
         reference = torch.where(ordinary, reference, zero.double())
-    got, allowed = _difference(value, reference), _difference(honest, reference)
+    got, allowed = (_difference(each, reference, stored) for each in (value, honest))
     last_place = (stored.eps * reference.abs()).clamp_min(spacing) + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
     order = FLOAT32_ROUNDOFF * max(math.sqrt(reduction), reduction / 8 if alike else 0.0)
@@ -218,10 +218,11 @@ def _special(
     near: Tensor,
 ) -> str | None:
     """NaN and infinities must be where the reference, rounded to the dtype (`nearest`), or the
-    accuracy baseline has them; `near` is the allowed error of a number.
+    accuracy baseline has them; `near` is the allowed error of a number, also of one that is finite
+    where a little more would have been rounded to an infinity.
     """
     close = (value.double() - reference).abs() <= near
-    fits = _alike(value, nearest) | _alike(value, honest) | (nearest.isfinite() & close)
+    fits = _alike(value, nearest) | _alike(value, honest) | (reference.isfinite() & close)
     wrong = ~ordinary & ~fits
     return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
 
@@ -230,8 +231,15 @@ def _alike(a: Tensor, b: Tensor) -> Tensor:
     return (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
 
 
-def _difference(value: Tensor, reference: Tensor) -> Tensor:
+def _difference(value: Tensor, reference: Tensor, stored: Dtype | None = None) -> Tensor:
+    """The error; of an infinity beside a reference at the end of the dtype's range, to the least
+    number that is rounded to one."""
     difference = (value.double() - reference).abs()
+    if stored is not None and stored.infinite and value.isinf().any():
+        least = stored.finite_max * (1 + stored.eps / 4)
+        size = reference.abs()
+        end = ((1 - NEAR) * least <= size) & (size <= least) & (value.sign() == reference.sign())
+        difference = torch.where(end & value.isinf(), least - size, difference)
     return torch.where(difference.isnan(), math.inf, difference)
 
 

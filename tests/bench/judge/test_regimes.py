@@ -213,6 +213,28 @@ def test_what_is_not_finite_must_be_where_the_reference_has_it(value: float) -> 
         assert "non-finite" in str(explain_mismatch(changed, honest, reference, 64))
 
 
+def test_at_the_end_of_a_range_an_allowed_error_may_end_beyond_it() -> None:
+    """An expert's matmul in fp8 wrote -65216 for -65543 in float16, and was no number by that."""
+    generator = torch.Generator().manual_seed(2)
+    reference = torch.randn(64, 64, generator=generator, dtype=torch.float64) * 2e4
+    reference[1] = torch.linspace(65_400.0, 65_600.0, 64, dtype=torch.float64)
+    reference[2] = -reference[1]
+
+    def erring(by: float) -> torch.Tensor:
+        return (reference * (1 + by)).half()
+
+    honest = erring(2**-8 * 1.1)
+    for by in (2**-8, -(2**-8)):
+        assert erring(by)[1].isfinite().any() == (by < 0)
+        assert explain_mismatch(erring(by), honest, reference, 64) is None
+    far = erring(-(2**-8))
+    reference[2, 0] = -1e6
+    assert "non-finite" in str(explain_mismatch(far, honest, reference, 64))
+    reference[2, 0] = -65_400.0
+    far[0, 0] = math.copysign(math.inf, far[0, 0])
+    assert "rmse inf" in str(explain_mismatch(far, honest, reference, 64))
+
+
 def test_a_constant_tensor_is_tried_where_many_rows_are() -> None:
     """Of one row all outputs are one sum; small by chance, it would accuse an honest order."""
     op = Op(Path(__file__).parents[2] / "corpus/ops/linear")
