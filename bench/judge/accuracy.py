@@ -225,10 +225,12 @@ def _special(
     near: Tensor,
 ) -> str | None:
     """NaN and infinities must be where the reference, rounded to the dtype (`nearest`), or the
-    accuracy baseline has them; `near` is the allowed error of a number.
+    accuracy baseline has them; `near` is the allowed error of a number. Where that baseline alone
+    has a number, so may a candidate.
     """
     close = (value.double() - reference).abs() <= near
-    fits = _alike(value, nearest) | _alike(value, honest) | (nearest.isfinite() & close)
+    same = ~nearest.isfinite() & (value == honest)
+    fits = _alike(value, nearest) | _alike(value, honest) | (nearest.isfinite() & close) | same
     wrong = ~ordinary & ~fits
     return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
 
