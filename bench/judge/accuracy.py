@@ -98,6 +98,7 @@ def explain_mismatch(
     stored: Dtype | None = None,
     scaled: bool = False,
     alike: bool = False,
+    rewritten: bool = False,
 ) -> str | None:
     """None if `value` is as accurate as the accuracy baseline, else what is wrong with it.
 
@@ -109,6 +110,9 @@ def explain_mismatch(
         scaled: whether they are products with block scales.
         alike: whether sums are of terms that are alike, so that a plain sum rounds them all to one
             side, and its error grows with their number and not with its root.
+        rewritten: whether another formula is as right, and infinities were planted. They cancel in
+            one formula and not in another (inf - inf): a NaN of the reference may be anything, and
+            an infinity may be NaN.
     """
     if value.numel() == 0:
         return None
@@ -116,7 +120,10 @@ def explain_mismatch(
     if stored.exact:
         wrong = value != reference.to(value.dtype)
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
-    if stored.narrow and not stored.nan:
+    if rewritten:
+        cancelled = reference.isnan() | (reference.isinf() & value.isnan())
+        reference = torch.where(cancelled, value.double(), reference)
+    elif stored.narrow and not stored.nan:
         reference = torch.where(reference.isnan(), value.double(), reference)
     if not scaled:
         reference = saturated(reference, stored)
@@ -219,10 +226,12 @@ def _special(
 ) -> str | None:
     """NaN and infinities must be where the reference, rounded to the dtype (`nearest`), or the
     accuracy baseline has them; `near` is the allowed error of a number, also of one that is finite
-    where a little more would have been rounded to an infinity.
+    where a little more would have been rounded to an infinity. Where that baseline alone has a
+    number, so may a candidate.
     """
-    close = (value.double() - reference).abs() <= near
-    fits = _alike(value, nearest) | _alike(value, honest) | (reference.isfinite() & close)
+    close = reference.isfinite() & ((value.double() - reference).abs() <= near)
+    same = ~nearest.isfinite() & (value == honest)
+    fits = _alike(value, nearest) | _alike(value, honest) | close | same
     wrong = ~ordinary & ~fits
     return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
 

@@ -275,6 +275,7 @@ def value_problem(
             flushed=0.0 if contract.accuracy.subnormals == "kept" else FLUSHED,
             stored=stored,
             scaled=bool(contract.scales_of(name)),
+            rewritten=contract.cost.rewritable and cases[0].regime == regimes.INFINITE,
         )
         if problem:
             return f"{name}: {problem}"

@@ -53,6 +53,17 @@ class Ceilings(Record):
         moved = self._moved_us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
         return max(moved, self._computed_us(contract, point))
 
+    def sol_pct(self, contract: Contract, point: Point, call_us: float) -> float:
+        """Speed of light in percent of a call's time.
+
+        It is that of the bytes alone where another formula may do and did: the call took less time
+        than the contract's arithmetic would.
+        """
+        if contract.cost.rewritable and call_us < self._computed_us(contract, point):
+            cost = contract.cost.model_copy(update={"flops": "0"})
+            contract = contract.model_copy(update={"cost": cost})
+        return 100 * self.sol_us(contract, point) / call_us
+
     def launch_pct(self, call_us: float) -> float | None:
         """Launch floor in percent of a call's time; None on a CPU."""
         return 100 * self.launch_us / call_us if self.launch_us > 0 else None

@@ -27,6 +27,7 @@ ALIKE = {"zeros", "ones", "one_hot"}
 """Regimes in which the terms of a sum may be alike, but for one."""
 ALL = ("large", "small")
 EXACT = "exact"
+INFINITE = "inf"
 _LARGE, _SMALL = {"float16": 16.0}, 1e-4
 _DENORMAL = {"float16": 2.0**-20}
 """Factors that make standard normal values subnormal: 2^-130 for float32's exponents."""

@@ -125,7 +125,7 @@ class TimingSession:
             pairs=len(ours),
             dropped_pairs=measured.dropped,
             calls=sum(block.calls for block in ours),
-            sol_pct=100 * self.ceilings.sol_us(self.op.contract, point) / candidate_us,
+            sol_pct=self.ceilings.sol_pct(self.op.contract, point, candidate_us),
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )

@@ -160,7 +160,7 @@ class Cost(Record):
     bytes: str
     flops: str
     rewritable: bool = False
-    """Another formula may need fewer flops, so that only bytes make a time too short."""
+    """Another formula is as right: only bytes make a time too short, and infinities may cancel."""
 
 
 class Symbol(Record):

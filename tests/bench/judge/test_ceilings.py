@@ -49,6 +49,12 @@ def test_arithmetic_that_another_formula_avoids_makes_no_time_too_short() -> Non
     )
     assert known.floor_us(rewritable, point) == pytest.approx(moved_us)
     assert known.sol_us(rewritable, point) == known.sol_us(contract, point)
+    computed_us = 1e6 * contract.flops(point) / 7.8e14
+    assert known.sol_pct(rewritable, point, 2 * computed_us) == pytest.approx(50)
+    assert known.sol_pct(contract, point, computed_us / 2) == pytest.approx(200)
+    less = known.sol_pct(rewritable, point, computed_us / 2)
+    assert less == pytest.approx(200 * contract.bytes_moved(point) / 4300e3 / computed_us)
+    assert less < 100
 
 
 def test_narrow_numbers_may_be_multiplied_faster_than_was_measured() -> None:

@@ -235,6 +235,18 @@ def test_at_the_end_of_a_range_an_allowed_error_may_end_beyond_it() -> None:
     assert "rmse inf" in str(explain_mismatch(far, honest, reference, 64))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_is_right_that_the_accuracy_baseline_has_too(value: float) -> None:
+    """As PyTorch's fused attention on a CPU has zeros for a row of NaN."""
+    honest = torch.ones(4, 64)
+    reference = honest.double()
+    reference[2, 5] = value
+    assert explain_mismatch(honest.clone(), honest, reference, 64) is None
+    other = honest.clone()
+    other[2, 5] = 0.5
+    assert "non-finite" in str(explain_mismatch(other, honest, reference, 64))
+
+
 def test_a_constant_tensor_is_tried_where_many_rows_are() -> None:
     """Of one row all outputs are one sum; small by chance, it would accuse an honest order."""
     op = Op(Path(__file__).parents[2] / "corpus/ops/linear")
