@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from patcher.bench.judge.tools import library_of
 from patcher.bench.machine.clocks import TOLERANCE
 from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
-from patcher.bench.stats.intervals import half_width
 
 HIDDEN = 0.15
 """Largest difference between the two clocks, as a share of the baseline's block time."""
@@ -39,8 +38,6 @@ HOST_US = 100.0
 microseconds; 38 to 77 were seen of honest kernels, 130 once, on a host with four GPUs at work."""
 SPREADS = 4.0
 """Number of median absolute deviations of the baseline that are allowed as noise."""
-NOISY = math.log(2)
-"""Largest half-width of the 95 % interval of the logarithm of the baseline's time."""
 SPAN_EXCESS = 0.1
 """Share of the events' time by which the work on the GPU may exceed it."""
 SPAN_NOISE_NS = 20_000.0
@@ -64,6 +61,9 @@ class TimedBlock:
     """Number of calls."""
     wall_us: float
     """Microseconds between the judge's command and the reply."""
+    waited_us: float = 0.0
+    """Of the baseline on several CPUs: microseconds in which a thread that worked was ready to run,
+    and something else ran."""
 
     @property
     def figure(self) -> float:
@@ -91,22 +91,6 @@ def below_floor(ours: Sequence[TimedBlock], floor_us: float) -> str | None:
     if claimed >= floor_us:
         return None
     return f"{claimed:.3g} us a call is below what this machine can do, {floor_us:.3g} us"
-
-
-def drowned(ours: Sequence[TimedBlock], floor_us: float, spread_us: float) -> str | None:
-    """The disturbance, if on a CPU the machine's noise hides a block of calls at the floor: then
-    times below it accuse nobody, since the clock is the judge's.
-
-    Args:
-        spread_us: by how much empty commands differ, whose cost is taken off each block.
-    """
-    shortest = floor_us * ours[0].calls
-    if spread_us <= shortest:
-        return None
-    return (
-        f"empty commands, all alike, differ by {spread_us:.3g} us, and {ours[0].calls} calls may "
-        f"take {shortest:.3g} us"
-    )
 
 
 def suspicious(
@@ -212,21 +196,6 @@ def shared_us(
         more.append(mine.figure - usual)
     found = hodges_lehmann(more)
     return found.middle if found.low > 0 else 0.0
-
-
-def unsteady(theirs: Sequence[TimedBlock]) -> str | None:
-    """Check whether other programs disturbed the baseline so much that a ratio means nothing.
-
-    Only the baseline counts, so that a candidate cannot end its own trial.
-
-    Returns:
-        The problem, or None.
-    """
-    half = half_width([math.log(block.figure) for block in theirs])
-    if half <= NOISY:
-        return None
-    low, high = (pick(block.figure for block in theirs) for pick in (min, max))
-    return f"blocks of the baseline, all alike, take from {low:.3g} to {high:.3g} us a call"
 
 
 def overran(spans: Sequence[Span], events_ns: float) -> str | None:

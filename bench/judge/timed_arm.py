@@ -23,6 +23,7 @@ from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
+from patcher.bench.sandbox import process_tree as tree
 
 
 class WrongCall(Exception):
@@ -200,8 +201,12 @@ class TimedArm:
             WrongCall: a thread may run on another CPU than those the arm is pinned to, or a process
                 ended, so that its CPU time is not known.
         """
-        _, spent = self.runner.clocked("go", **which)
         cpus = self.runner.cpus or []
+        meets = not self.checked and len(cpus) > 1  # threads that wait for each other
+        before = tree.thread_times(self.runner.stop()) if meets else {}
+        _, spent = self.runner.clocked("go", **which)
+        now = tree.thread_times(self.runner.stop()) if meets else {}
+        waited_us = 1e6 * tree.held_up_s(before, now)
         if self.checked and (strayed := self.runner.strayed_cpus()):
             raise WrongCall(
                 "guards",
@@ -212,7 +217,7 @@ class TimedArm:
             raise WrongCall("guards", "a process ended in a timed call: its CPU time is lost")
         # noise may leave nothing of a very short call
         call_us = max(self.empty.net_us(spent, len(cpus)) / calls, 1e-3)
-        return TimedBlock([call_us], calls, spent.wall_us)
+        return TimedBlock([call_us], calls, spent.wall_us, waited_us)
 
     def _gpu_block(
         self, sets: CallSets, order: list[int], mode: str

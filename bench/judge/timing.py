@@ -31,7 +31,6 @@ from patcher.bench.judge.clockcheck import (
     Traced,
     are_steady,
     below_floor,
-    drowned,
     hidden_paid,
     left_out,
     of_pairs,
@@ -39,9 +38,9 @@ from patcher.bench.judge.clockcheck import (
     shared_us,
     suspicious,
     traced,
-    unsteady,
 )
 from patcher.bench.judge.device_code import DeviceCode
+from patcher.bench.judge.disturbances import drowned, undrained, unsteady
 from patcher.bench.judge.evaluation import Timing
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import block_sets
@@ -187,6 +186,7 @@ class TimingSession:
         if self.device == "cpu":
             if problem and (noise := drowned(ours, floor_us, self.ours.empty_spread_us)):
                 problem, disturbance = None, noise
+            ours, theirs = undrained(ours), undrained(theirs)
             more = shared_us(ours, theirs, *alone)
             ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
         else:

@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+WORKED = 0.25
+"""Share of the busiest thread's CPU time above which another worked and was not only woken."""
+
 
 def descendants(pid: int) -> set[int]:
     """Ids of a process and all its descendants; empty if it has ended."""
@@ -216,11 +219,49 @@ def _cpu_clock(pid: int) -> int:
 
 def waited_s(thread: int) -> float:
     """Seconds that a thread was ready to run and did not; 0 where the kernel does not count."""
+    return _scheduled_s(thread)[1]
+
+
+def _scheduled_s(thread: int) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it was ready to run and did not."""
     try:
         with open(f"/proc/{thread}/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0.0
+            used, waited = file.read().split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0, 0.0
+    except ValueError:  # the file is empty
+        return 0.0, 0.0
+    return int(used) / 1e9, int(waited) / 1e9
+
+
+@dataclass(frozen=True)
+class ThreadTime:
+    """What a thread has done so far, by the kernel's count."""
+
+    used_s: float
+    """Seconds in which it ran."""
+    waited_s: float
+    """Seconds in which it was ready to run, and something else ran."""
+
+
+def thread_times(pids: Iterable[int]) -> dict[int, ThreadTime]:
+    """Of each thread of processes, by its id; zeros where the kernel does not count."""
+    return {thread: ThreadTime(*_scheduled_s(thread)) for thread in _threads(pids)}
+
+
+def held_up_s(before: Mapping[int, ThreadTime], now: Mapping[int, ThreadTime]) -> float:
+    """Longest wait in seconds of one thread that worked meanwhile.
+
+    Threads of an idle pool wait, too, when their stopped process goes on, and hold nobody up.
+    """
+    none = ThreadTime(0.0, 0.0)
+    spent = [
+        (each.used_s - old.used_s, each.waited_s - old.waited_s)
+        for thread, each in now.items()
+        for old in (before.get(thread, none),)
+    ]
+    least = WORKED * max((used for used, _ in spent), default=0.0)
+    return max((waited for used, waited in spent if used > least), default=0.0)
 
 
 def _last_id() -> str:

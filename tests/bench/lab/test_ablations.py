@@ -129,7 +129,9 @@ def test_a_width_is_of_the_variants_that_ask_several_together(
     prompts = tmp_path / "prompts"
     assert main([*words, "--model", f"exchange:{prompts}", "--out", str(tmp_path / "out")]) == 6
     assert "4 iterations, 2 a round of beam and evolve; means" in capsys.readouterr().out
-    asked = {slug: len(list((prompts / slug).rglob("*.prompt.md"))) for slug in ("as-it-is", "beam")}
+    asked = {
+        slug: len(list((prompts / slug).rglob("*.prompt.md"))) for slug in ("as-it-is", "beam")
+    }
     assert asked == {"as-it-is": 1, "beam": 2}
 
 
