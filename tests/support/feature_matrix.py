@@ -21,7 +21,7 @@ from patcher.integrate.transformers.points import POINTS as TRANSFORMERS
 from patcher.integrate.vllm.points import POINTS as VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "tests" / "data" / "features.json"
+RECORD = ROOT / "tests" / "data" / "features.json.xz"
 PAGE = ROOT / "docs" / "reference" / "features.md"
 ANY, NOT_TRIED = "any", "not tried"
 """The point of features that are the same at every point, and what no passed test says."""
@@ -150,7 +150,7 @@ def _row(cells: Iterable[str]) -> str:
 
 def recorded() -> Record:
     """What was recorded."""
-    known: Record = json.loads(RECORD.read_text())
+    known: Record = json.loads(lzma.decompress(RECORD.read_bytes()))
     return known
 
 
@@ -220,7 +220,7 @@ class _Run:
             said = {claim for claim in self.passed - self.failed if claim[0] == engine}
             if said:
                 _add(record, engine, _version(engine), said)
-        RECORD.write_text(_text(record))
+        RECORD.write_bytes(lzma.compress(_text(record).encode()))
         PAGE.write_text(page(record))
 
 
