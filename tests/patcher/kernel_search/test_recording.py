@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import tarfile
@@ -25,6 +26,7 @@ from patcher.bench import (
     content,
     load_ops,
 )
+from patcher.bench.lab.loop_runs import geomean_of
 from patcher.bench.machine.environment import describe
 from patcher.kernel_search import stage
 from patcher.kernel_search.recording import (
@@ -245,3 +247,32 @@ def test_speedups_of_loops_that_go_on_are_those_of_their_verdicts() -> None:
     ]
     points = [round(point["speedup"], 2) for point in fastest["timings"]]
     assert (min(points), max(points)) == (1.21, 1.68)
+
+
+def test_what_each_part_brings_is_what_the_ablations_came_to() -> None:
+    kept = json.loads(content(ARCHIVE.parent / "ablations.json.xz"))
+    page = (ARCHIVE.parent / "README.md").read_text(encoding="utf-8")
+    found = {row["variant"]: row for row in kept["table"]}
+    again: dict[str, dict[str, list[float]]] = {}
+    for each in kept["best_judged_again"]:
+        logs = again.setdefault(each["variant"], {}).setdefault(each["op"], [])
+        logs.append(math.log(each["speedup"]))
+    base = {op: sum(logs) / len(logs) for op, logs in again["as it is"].items()}
+    for name, told in (
+        ("no analyst", "no analyst"),
+        ("no memory", "no memory"),
+        ("beam", "`beam`"),
+    ):
+        against = found[name]["against"]
+        ratios = [math.exp(sum(x) / len(x) - base[op]) for op, x in again[name].items()]
+        judged = geomean_of(ratios, list(again[name]))
+        assert judged.low is not None
+        assert judged.high is not None
+        words = (
+            f"{against['value']:.2f} ({against['low']:.2f} to {against['high']:.2f})",
+            f"{judged.value:.2f} ({judged.low:.2f} to {judged.high:.2f})",
+        )
+        [line] = [line for line in page.splitlines() if line.startswith(f"| {told}")]
+        assert all(word in line for word in words), words
+    tried = [one for each in kept["candidates"] for one in each["speedups"]]
+    assert (len(tried), tried.count("mismatch")) == (80, 6)
