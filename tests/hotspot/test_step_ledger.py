@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from patcher.bench import Op, UsageError, content
+from patcher.bench.judge.ceilings import METHOD
 from patcher.hotspot import Gpu, Profile, read
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Recording, SummaryRow
@@ -394,7 +395,7 @@ def test_a_rate_says_where_it_is_from(tmp_path: Path, monkeypatch: pytest.Monkey
     measured = '{"device": "NVIDIA L4", "memory_gb_s": 250, "cached_gb_s": 1, '
     measured += '"flops": {"bfloat16": 1.0}, "launch_us": 1.0}'
     (tmp_path / "ceilings").mkdir()
-    (tmp_path / "ceilings/3-a.json").write_text(measured, encoding="utf-8")
+    (tmp_path / f"ceilings/{METHOD}-a.json").write_text(measured, encoding="utf-8")
     here = copy_rate(Gpu(name="NVIDIA L4"))
     assert here is not None
     assert (here.bytes_per_s, here.source) == (2.5e11, "reached by a copy on this machine")
