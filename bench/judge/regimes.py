@@ -21,13 +21,13 @@ from patcher.bench.ops.contract import Point
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtype_of
 from patcher.bench.ops.op import Op
 
-EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
+INFINITE = "inf"
+EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", INFINITE)
 """Regimes that are also tried on each tensor alone, since one tensor can hide another."""
 ALIKE = {"zeros", "ones", "one_hot"}
 """Regimes in which the terms of a sum may be alike, but for one."""
 ALL = ("large", "small")
 EXACT = "exact"
-INFINITE = "inf"
 _LARGE, _SMALL = {"float16": 16.0}, 1e-4
 _DENORMAL = {"float16": 2.0**-20}
 """Factors that make standard normal values subnormal: 2^-130 for float32's exponents."""

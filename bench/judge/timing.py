@@ -146,12 +146,11 @@ class TimingSession:
             self.apart.refuse(point, f"its kernels by themselves fail: {failure.message}")
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
-        """Measure a point until most undisturbed measurements are plausible, or most are not.
+        """Of the plausible, undisturbed measurements of a point the one in which the candidate was
+        slowest. It is measured until most are, or most are not.
 
         If only outputs are checked (not `tells`), a disturbed one is used as well. See `compare`
         for what it raises.
-
-        Returns: the measurement in which the candidate was slowest.
         """
         tells = self.precision.tells
         plausible: list[Measured] = []
@@ -160,7 +159,6 @@ class TimingSession:
             last = self._measured(point, sets)
             if last.problem:
                 problems.append(last.problem)
-                self.ceilings = measured_again(self.device, self.threads)
             elif last.disturbance is None or not tells:
                 plausible.append(last)
             if len(plausible) > len(problems):
@@ -183,9 +181,12 @@ class TimingSession:
         floor_us = self.ceilings.floor_us(self.op.contract, point)
         problem = below_floor(ours, floor_us)
         disturbance = unsteady(theirs) if self.precision.tells else None
-        if self.device == "cpu":
-            if problem and (noise := drowned(ours, floor_us, self.ours.empty_spread_us)):
-                problem, disturbance = None, noise
+        on_cpu = self.device == "cpu"
+        if problem and on_cpu and (noise := drowned(ours, floor_us, self.ours.empty_spread_us)):
+            problem, disturbance = None, noise
+        elif problem:  # a busy machine may have measured the ceilings too low
+            self.ceilings = measured_again(self.device, self.threads)
+        if on_cpu:
             ours, theirs = undrained(ours), undrained(theirs)
             more = shared_us(ours, theirs, *alone)
             ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]

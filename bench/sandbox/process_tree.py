@@ -227,9 +227,7 @@ def _scheduled_s(thread: int) -> tuple[float, float]:
     try:
         with open(f"/proc/{thread}/schedstat", encoding="ascii") as file:
             used, waited = file.read().split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0, 0.0
-    except ValueError:  # the file is empty
+    except (FileNotFoundError, ProcessLookupError, ValueError):  # it ended, or the file is empty
         return 0.0, 0.0
     return int(used) / 1e9, int(waited) / 1e9
 
