@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from patcher.bench import (
@@ -126,21 +127,16 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
     if name in ours:
         return ours[name]
     found: dict[str, type[PatchPoint]] = {}
-    broken: MissingError | None = None
-    for entry in entries_of(engine):
-        try:
-            points = points_of(entry)
-        except MissingError as error:
-            broken = error  # another package may have the point
-            continue
+    brought, broken = _read(entries_of(engine))
+    for points in brought:
         if name in found and name in points:
             raise UsageError(
                 f"two packages bring a patch point {name} in {engine}", "uninstall one of them"
             )
         found = {**points, **found}
     if name not in found:
-        if broken is not None:
-            raise broken
+        if broken:
+            raise broken[-1]
         known = ", ".join({**ours, **found}) or "none"
         raise UsageError(
             f"no patch point {name} in {engine}; there are: {known}", "see docs/extending.md"
@@ -156,7 +152,7 @@ def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, A
         UsageError, MissingError: see `find_point`.
     """
     if names is None:
-        names = dict.fromkeys([*_ours(engine), *_importable(engine)])
+        names = dict.fromkeys([*_ours(engine), *chain(*_importable(entries_of(engine)))])
     found: dict[str, Any] = {}
     for name in names:
         found |= getattr(find_point(engine, name), "wants", {})
@@ -172,33 +168,17 @@ def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
     named = [spec for spec in op.contract.patch_points if spec.engine == engine]
     if named:
         return named
-    found: list[PatchPointSpec] = []
-    broken: MissingError | None = None
-    for entry in entries_of(engine):
-        try:
-            brought = points_of(entry).values()
-        except MissingError as error:
-            broken = error  # another package may have points of the op
-            continue
-        found += [each.spec for each in brought if each.op == op.name and hasattr(each, "spec")]
-    if broken is not None and not found:
-        raise broken
+    brought, broken = _read(entries_of(engine))
+    found = _specs(op, brought)
+    if broken and not found:
+        raise broken[-1]
     return found
 
 
 def all_specs(op: Op) -> list[PatchPointSpec]:
     """Patch points of the op in every engine: its contract's, and those of other packages. A
     package that cannot be imported is logged."""
-    found = list(op.contract.patch_points)
-    for entry in POINTS.entries():
-        try:
-            points = points_of(entry).values()
-        except MissingError as error:
-            log.warning("%s", error.message)
-            continue
-        specs = [getattr(point, "spec", None) for point in points if point.op == op.name]
-        found += [spec for spec in specs if spec is not None]
-    return found
+    return [*op.contract.patch_points, *_specs(op, _importable(POINTS.entries()))]
 
 
 def verify_calls(contract: Contract) -> None:
@@ -284,15 +264,33 @@ def entries_of(engine: str) -> list[EntryPoint]:
     return [entry for entry in POINTS.entries() if _engine(entry) == engine]
 
 
-def _importable(engine: str) -> list[str]:
-    """Names of other packages' points; a package that cannot be imported is logged."""
-    found: list[str] = []
-    for entry in entries_of(engine):
+Points = Mapping[str, type[PatchPoint]]
+
+
+def _read(entries: Iterable[EntryPoint]) -> tuple[list[Points], list[MissingError]]:
+    """What packages bring, and why others cannot be read: those that can are served."""
+    found: list[Points] = []
+    broken: list[MissingError] = []
+    for entry in entries:
         try:
-            found += points_of(entry)
+            found.append(points_of(entry))
         except MissingError as error:
-            log.warning("%s", error.message)
+            broken.append(error)
+    return found, broken
+
+
+def _importable(entries: Iterable[EntryPoint]) -> list[Points]:
+    """What packages bring; one that cannot be read is logged."""
+    found, broken = _read(entries)
+    for error in broken:
+        log.warning("%s", error.message)
     return found
+
+
+def _specs(op: Op, brought: Iterable[Points]) -> list[PatchPointSpec]:
+    points = chain(*(each.values() for each in brought))
+    specs = [getattr(point, "spec", None) for point in points if point.op == op.name]
+    return [spec for spec in specs if spec is not None]
 
 
 def _engine(entry: EntryPoint) -> str:

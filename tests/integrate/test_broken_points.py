@@ -7,30 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from point_package import point_package
 
 from patcher.bench import MissingError, load_op
 from patcher.integrate.places import of_model, places_of
 from patcher.integrate.points import all_specs, find_point, specs_of
 from patcher.plugins import found_plugins
 
-POINT = """
-from patcher.bench import PatchPointSpec
-
-
-class Point:
-    engine, name, op = "toy", "mine", "fused_add_rms_norm"
-    fingerprint = find = install = remove = None
-    spec = PatchPointSpec(
-        engine=engine, versions=">=5", point=name, summary="mine", calls_per_layer=2
-    )
-
-    @classmethod
-    def of_model(cls, config):
-        return config.model_type
-
-
-POINTS = {"mine": Point}
-"""
+POINT = point_package("toy", "mine")
 OP = load_op("fused_add_rms_norm")
 
 Package = Callable[[str, str], None]

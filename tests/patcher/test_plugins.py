@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from point_package import point_package
 
 from patcher.bench import (
     Language,
@@ -430,26 +431,8 @@ def test_two_packages_with_one_name_are_both_named(distribution: Distribution) -
     ]
 
 
-POINT = """
-from patcher.bench import PatchPointSpec
-
-
-class Point:
-    engine, name, op = "transformers", "{name}", "fused_add_rms_norm"
-    fingerprint = find = install = remove = None
-    spec = PatchPointSpec(
-        engine=engine, versions=">=5", point=name, summary="mine", calls_per_layer=2
-    )
-
-    def __init__(self, target=None): ...
-
-
-POINTS = {{Point.name: Point}}
-"""
-
-
 def test_a_package_adds_a_point_to_an_engine_of_ours(distribution: Distribution) -> None:
-    source = POINT.format(name="mine")
+    source = point_package("transformers", "mine")
     distribution("more", "patch_points", "transformers.more", "more_module:POINTS", source)
     assert find_point("transformers", "mine").op == "fused_add_rms_norm"
     assert find_point("transformers", "gpt_oss.router").op == "moe_topk"
@@ -466,7 +449,7 @@ def test_a_package_adds_a_point_to_an_engine_of_ours(distribution: Distribution)
 def test_the_table_of_ops_lists_points_of_packages(
     distribution: Distribution, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = POINT.format(name="mine")
+    source = point_package("transformers", "mine")
     distribution("more", "patch_points", "transformers.more", "more_module:POINTS", source)
     monkeypatch.setenv("COLUMNS", "200")
     for words, said in (
@@ -482,7 +465,7 @@ def test_the_table_of_ops_lists_points_of_packages(
 
 
 def test_a_package_takes_no_point_of_ours(distribution: Distribution) -> None:
-    source = POINT.format(name="gpt_oss.router")
+    source = point_package("transformers", "gpt_oss.router")
     distribution("taker", "patch_points", "transformers.taker", "taker_module:POINTS", source)
     assert find_point("transformers", "gpt_oss.router").op == "moe_topk"
     [found] = found_plugins()
