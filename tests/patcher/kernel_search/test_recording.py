@@ -274,5 +274,14 @@ def test_what_each_part_brings_is_what_the_ablations_came_to() -> None:
         )
         [line] = [line for line in page.splitlines() if line.startswith(f"| {told}")]
         assert all(word in line for word in words), words
+    for name, asked in kept["asked"].items():
+        thousands = (asked["prompt_bytes"] + asked["reply_bytes"]) / 3500 / 5
+        [line] = [
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| {name}".replace("beam", "`beam`"))
+        ]
+        assert f"| {asked['prompts'] // 5}, {thousands:.0f} |" in line
+    assert sum(asked["prompts"] for asked in kept["asked"].values()) == 121
     tried = [one for each in kept["candidates"] for one in each["speedups"]]
     assert (len(tried), tried.count("mismatch")) == (80, 6)
