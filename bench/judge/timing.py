@@ -147,10 +147,8 @@ class TimingSession:
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
         """Of the plausible, undisturbed measurements of a point the one in which the candidate was
-        slowest. It is measured until most are, or most are not.
-
-        If only outputs are checked (not `tells`), a disturbed one is used as well. See `compare`
-        for what it raises.
+        slowest. It is measured until most are, or most are not. If only outputs are checked (not
+        `tells`), a disturbed one is used as well. See `compare` for what it raises.
         """
         tells = self.precision.tells
         plausible: list[Measured] = []
