@@ -56,11 +56,11 @@ def mutations(folder: Path | None = None) -> list[Mutation]:
     path = corpus_folder(folder) / "mutations.toml"
     root = ROOT / "patcher" / "bench"
     entries = [Mutation(**each) for each in parse_toml(path.read_text("utf-8"))["mutation"]]
-    for each in entries:
-        count = (root / each.file).read_text(encoding="utf-8").count(each.old)
-        if count != 1:
-            place = f"{count} times in {each.file}"
-            raise UsageError(f"{path.name}: the text of {each.guard!r} is {place}")
+    counts = [(root / each.file).read_text("utf-8").count(each.old) for each in entries]
+    found = zip(entries, counts, strict=True)
+    misfits = [f"{each.guard!r} is {n} times in {each.file}" for each, n in found if n != 1]
+    if misfits:
+        raise UsageError(f"{path.name}: the text of {', of '.join(misfits)}")
     return entries
 
 
