@@ -50,6 +50,7 @@ from patcher.judges import LOCAL, remote_judge
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.kernel_search.stage import (
+    analyst_of,
     require_exchange_folders,
     require_models,
     search_kernel,
@@ -106,7 +107,11 @@ def start(
         command=command,
         model=model,
         workload=workload,
-        settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
+        settings={
+            **settings.for_run(),
+            "analyst": analyst_of(settings, _language(plan, workload)),
+            "plan": plan.model_dump(mode="json"),
+        },
         versions=describe("cpu").packages,
         machine=machine_facts(plan.measured_on(workload)),
     )

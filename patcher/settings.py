@@ -29,7 +29,7 @@ class Settings(Record):
     model: str = Field("anthropic", min_length=1)
     """The generation agent: see `patcher.models.PROVIDERS`."""
     analyst: str | None = Field(None, min_length=1)
-    """The performance-analysis agent; None is the same model, `off` nobody."""
+    """The performance-analysis agent, `off` for nobody; None is the same model, on a CPU nobody."""
     diagnoser: str | None = Field(None, min_length=1)
     """Who judges failures before a repair; None is the same model, `off` nobody."""
     iterations: int = Field(8, ge=1, le=1000)

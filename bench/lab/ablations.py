@@ -31,7 +31,7 @@ from patcher.runs.run import Run
 from patcher.settings import OFF, resolve
 from patcher.strategies.search import Search
 
-BASE = "as it is"
+BASE = "all parts"
 PLAN, TABLE, FIGURES = "ablations.json", "ablations.md", "table.json"
 
 
@@ -144,6 +144,7 @@ def _open(plan: AblationPlan, folder: Path, cell: Cell, root: Path) -> Run:
     settings = resolve(
         {
             "model": model,
+            "analyst": model,  # on a CPU nobody analyses unless named
             "iterations": plan.iterations,
             "judge": plan.judge,
             "runs_dir": root,
@@ -247,7 +248,7 @@ def _row(
 
 def table(plan: AblationPlan, rows: Sequence[AblationRow]) -> str:
     head = (
-        *("variant", "runs", "right", "gain", "against *as it is* (pairs)"),
+        *("variant", "runs", "right", "gain", f"against *{BASE}* (pairs)"),
         *("right here alone, there alone", "tokens", "$", "judge s"),
     )
     wide = "" if plan.width is None else f", {plan.width} a round of beam and evolve"

@@ -134,7 +134,8 @@ def optimize(
         language: what to write it in: `cpp`, `cuda`, `triton`, ...
         model: `anthropic[:MODEL]`, `openai:MODEL`, `exchange:DIR`, `replay:FILE` or a name of
             `patcher models`.
-        analyst: another model for the performance analysis, or `off`.
+        analyst: another model for the performance analysis, or `off`; on a CPU nobody unless
+            named.
         diagnoser: another model to judge failures before a repair, or `off`.
         strategy: `refine`, `single`, `sample`, `beam`, `evolve` or `translate`.
         width: candidates in a round, of strategies that ask for several together.

@@ -45,7 +45,10 @@ def optimize(
     language: Annotated[Language, typer.Option(help="The language of the kernel.")] = Language.CPP,
     model: ModelSpec = None,
     analyst: Annotated[
-        str | None, typer.Option(help="Another model for the analysis agent, or off.")
+        str | None,
+        typer.Option(
+            help="Another model for the analysis agent, or off; on a CPU nobody unless named."
+        ),
     ] = None,
     diagnoser: Annotated[
         str | None, typer.Option(help="Another model for the diagnosis of failures, or off.")
@@ -83,8 +86,8 @@ def optimize(
 ) -> int:
     """Run the agent loop on one op: a model writes kernels, the judge tests and times them.
 
-    An analysis agent reads each verdict and advises the next candidate. The best kernel can be
-    packaged with `patcher bundle`.
+    On a GPU an analysis agent reads each verdict and advises the next candidate. The best kernel
+    can be packaged with `patcher bundle`.
     """
     from patcher import pipeline
     from patcher.plan import RunPlan

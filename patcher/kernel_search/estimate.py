@@ -8,6 +8,7 @@ from typing import NamedTuple
 from patcher.agent import MAX_TOKENS
 from patcher.bench import SCHEMA_VERSION, Language, Op, Record
 from patcher.judges.meter import JUDGE_LIMIT_S
+from patcher.kernel_search.stage import analyst_of
 from patcher.models import MODELS, Role, unknown_model
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import more_room
@@ -106,9 +107,9 @@ def estimate(
         known_kernels=search.known_kernels,
     )
     first = len(prompts.system("generate") + prompts.generate(None))
-    analyst = settings.analyst or settings.model
+    analyst = analyst_of(settings, language) or settings.model
     iterations, alone = _candidates(search, settings.iterations)
-    expected, worst = _calls(settings, first, iterations, alone)
+    expected, worst = _calls(settings, analyst, first, iterations, alone)
     judged_s = 0.0 if kind == "cpu" else JUDGE_S
     limit_s = 0.0 if kind == "cpu" else JUDGE_LIMIT_S
     return Estimate(
@@ -151,7 +152,7 @@ def _advised(iterations: int, alone: int) -> str:
 
 
 def _calls(
-    settings: Settings, first: int, iterations: int, alone: int
+    settings: Settings, analyst: str, first: int, iterations: int, alone: int
 ) -> tuple[list[_Call], list[_Call]]:
     """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
     dearer one counts.
@@ -162,7 +163,7 @@ def _calls(
     """
     writer = _entry(settings.model, settings)
     named: dict[Role, str] = {
-        "analyse": settings.analyst or settings.model,
+        "analyse": analyst,
         "diagnose": settings.diagnoser or settings.model,
     }
     advisers: dict[Role, _Source] = {

@@ -27,7 +27,7 @@ from patcher.report.picture import plot
 from patcher.report.raster import to_png
 from patcher.runs.machine import judging_id
 from patcher.runs.run import Run
-from patcher.settings import OFF, resolve
+from patcher.settings import OFF, Settings, resolve
 from patcher.strategies.search import Search
 
 ADVISERS: dict[str, Role] = {"analyst": "analyse", "diagnoser": "diagnose"}
@@ -37,6 +37,17 @@ ADVISERS: dict[str, Role] = {"analyst": "analyse", "diagnoser": "diagnose"}
 def unadvised(settings: Mapping[str, Any]) -> set[Role]:
     """Roles that a run's settings switch off."""
     return {role for name, role in ADVISERS.items() if settings.get(name) == OFF}
+
+
+def analyst_of(settings: Settings, language: Language) -> str | None:
+    """The model that analyses, as the settings name it; None is the one that generates.
+
+    On a CPU nobody is asked unless named: there are no counters to read, and the loop gained
+    nothing by it for a third more tokens (`bench/results/loop`). A recording answers as it did.
+    """
+    recorded = settings.model.startswith("replay:")
+    on_cpu = language.traits.device == "cpu" and not recorded
+    return settings.analyst or (OFF if on_cpu else None)
 
 
 class ProfilePicture(Record):

@@ -213,6 +213,8 @@ def test_exchange_waits_with_its_code_and_names_the_file(tmp_path: Path) -> None
     assert error["kind"] == "waiting"
     [prompt] = (tmp_path / "letters").glob("*.prompt.md")
     assert "reply.md" in error["hint"]
+    [run] = (tmp_path / "patcher-runs").glob("*/run.json")
+    assert json.loads(run.read_text())["settings"]["analyst"] == "off"  # on a CPU, unless named
     reply = prompt.with_name(prompt.name.replace("prompt", "reply"))
     reply.write_text(f"Here it is.\n\n```cpp\n{GOOD.read_text()}\n```\n")
     result = patcher("resume", "--json", cwd=tmp_path)

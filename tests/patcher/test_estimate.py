@@ -44,12 +44,29 @@ def test_one_candidate_is_one_question() -> None:
 
 
 def test_every_later_one_asks_for_advice_and_a_cut_reply_is_asked_for_again() -> None:
-    found = estimate(OP, Language.CPP, settings(3))
+    found = estimate(OP, Language.CPP, settings(3).model_copy(update={"analyst": "local"}))
     # a candidate in 32k; twice a diagnosis in 8k and, cut off, in 16k and 32k, and a candidate
     assert found.calls == Figure(expected=5, worst=9)
     assert found.usd.worst == pytest.approx((32 + 2 * (8 + 16 + 32 + 32)) * 1000 / 1e6)
     assert found.usd.expected == pytest.approx((32 + 2 * (16 + 32)) / 4 * 1000 / 1e6)
     assert found.gpu_minutes == Figure(expected=0, worst=0)
+
+
+@pytest.mark.parametrize(
+    ("language", "model", "named", "analyst"),
+    [
+        (Language.CPP, "local", None, "off"),
+        (Language.CPP, "local", "anthropic", "anthropic"),
+        (Language.CPP, "replay:demo", None, "replay:demo"),
+        (Language.CUDA, "local", None, "local"),
+        (Language.TRITON, "local", "off", "off"),
+    ],
+)
+def test_on_a_cpu_nobody_analyses_unless_named(
+    language: Language, model: str, named: str | None, analyst: str
+) -> None:
+    asked = settings(3, model).model_copy(update={"analyst": named})
+    assert estimate(OP, language, asked).analyst == analyst
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_one_command_goes_on_until_the_table_is_whole(
     words = [*WORDS, *CHOSEN, "--model", f"exchange:{tmp_path / 'prompts'}", "--out", str(out)]
     codes = [main(words)]
     shown = capsys.readouterr().out
-    assert "| as it is | 0 of 2 | 0 |" in shown
+    assert f"| {BASE} | 0 of 2 | 0 |" in shown
     assert "waits for the op before it" in shown
     while codes[-1] == 6:
         assert answer(tmp_path / "prompts")
@@ -108,7 +108,7 @@ def test_what_has_not_ended_is_no_figure(judge: None, tmp_path: Path) -> None:
         variants=(BASE, "no memory"),
     )
     run_all(plan, tmp_path, lambda _: None)
-    answer(tmp_path / "prompts" / "as-it-is")
+    answer(tmp_path / "prompts" / "all-parts")
     unfinished = run_all(plan, tmp_path, lambda _: None)
     base, other = rows_of(plan, tmp_path, unfinished)
     assert (base.runs, base.partial, base.gain is not None) == (1, (), True)
@@ -116,9 +116,9 @@ def test_what_has_not_ended_is_no_figure(judge: None, tmp_path: Path) -> None:
     assert "waiting: " in other.partial[0]
     kept = {
         name: json.loads(next((tmp_path / "runs" / name).rglob("run.json")).read_text())
-        for name in ("as-it-is", "no-memory")
+        for name in ("all-parts", "no-memory")
     }
-    assert kept["as-it-is"]["settings"]["memory"] == str(tmp_path / "memory" / "as-it-is" / "0")
+    assert kept["all-parts"]["settings"]["memory"] == str(tmp_path / "memory" / "all-parts" / "0")
     assert kept["no-memory"]["settings"]["memory"] == "off"
 
 
@@ -130,9 +130,9 @@ def test_a_width_is_of_the_variants_that_ask_several_together(
     assert main([*words, "--model", f"exchange:{prompts}", "--out", str(tmp_path / "out")]) == 6
     assert "4 iterations, 2 a round of beam and evolve; means" in capsys.readouterr().out
     asked = {
-        slug: len(list((prompts / slug).rglob("*.prompt.md"))) for slug in ("as-it-is", "beam")
+        slug: len(list((prompts / slug).rglob("*.prompt.md"))) for slug in ("all-parts", "beam")
     }
-    assert asked == {"as-it-is": 1, "beam": 2}
+    assert asked == {"all-parts": 1, "beam": 2}
 
 
 def test_the_seed_of_an_entry_is_that_of_the_run(

@@ -257,7 +257,7 @@ def test_what_each_part_brings_is_what_the_ablations_came_to() -> None:
     for each in kept["best_judged_again"]:
         logs = again.setdefault(each["variant"], {}).setdefault(each["op"], [])
         logs.append(math.log(each["speedup"]))
-    base = {op: sum(logs) / len(logs) for op, logs in again["as it is"].items()}
+    base = {op: sum(logs) / len(logs) for op, logs in again["all parts"].items()}
     for name, told in (
         ("no analyst", "no analyst"),
         ("no memory", "no memory"),
