@@ -64,6 +64,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "lm_head.greedy": RoleLayers(("LogitsProcessor",)),
     "mamba2_decode": RoleLayers(("MambaMixer2",)),
     "mla_decode": RoleLayers(("MLAAttention|MultiHeadLatentAttentionWrapper",)),
+    "moe_block": RoleLayers((_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4),
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
     "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear"), plain=True),
