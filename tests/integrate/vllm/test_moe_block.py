@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +16,16 @@ import vllm_experts
 from feature_matrix import feature
 from patch_sample import kernel as add_norm
 from vllm_experts import TOKENS, TOP_K, Kernel, gpt_oss, reduce_add_norm
-from vllm_here import attribute, config, dispatcher, guards_of, needs_vllm, patched, shipped
+from vllm_here import (
+    attribute,
+    config,
+    dispatcher,
+    guards_of,
+    needs_vllm,
+    nothing,
+    patched,
+    shipped,
+)
 from vllm_sample import EXPERTS, packed
 
 from patcher import bench
@@ -121,19 +131,26 @@ def weigh(experts: Any, seed: int) -> None:
     )
 
 
-def matmul_ogs(x, w, bias, data, **more):  # type: ignore[no-untyped-def]
-    """The library's, in plain PyTorch."""
-    gather, scatter, y = more.get("gather_indx"), more.get("scatter_indx"), more["y"]
+def matmul_ogs(*given: Any, **more: Any) -> None:
+    """The library's, in plain PyTorch, up to its sum."""
+    library = sources.module("triton_kernels.matmul_ogs")
+    call = inspect.signature(library.matmul_ogs).bind(*given, **more)
+    call.apply_defaults()
+    x, w, bias, data, gather, scatter, *_ = call.args
+    y, activation = call.arguments["y"], call.arguments["fused_activation"]
     rows = x if gather is None else x[gather.src_indx.long() // TOP_K]
     expert = torch.repeat_interleave(torch.arange(N_EXPERTS), data.expt_hist.long())
     found = torch.einsum("rh,rhk->rk", rows.float(), w.numbers[expert]) + bias[expert]
     if gather is not None:
-        alpha, limit = more["fused_activation"].fn_args
+        alpha, limit = activation.fn_args
         gate, up = found[:, ::2].clamp(max=limit), found[:, 1::2].clamp(-limit, limit)
         y[0] = gate * torch.sigmoid(alpha * gate) * (up + 1)
         return
-    found = found * more["gammas"].float()[:, None]
-    y[0] = found[scatter.src_indx.long().view(-1, TOP_K)].sum(1)
+    found = (found * call.arguments["gammas"].float()[:, None]).to(y.dtype)
+    plain = library.FusedActivation(), library.Epilogue(library.FnSpecs.default())
+    index = scatter.src_indx.view(-1, TOP_K)
+    more = {"x_mx_scale": None, "out_dtype": y.dtype}
+    library.reduce_grouped(found[None, None], index, y, None, *plain, **more)
 
 
 @pytest.fixture
@@ -235,3 +252,217 @@ def test_norm_router_experts_and_norm_are_one_call(
         assert routings == [65, 65]
         assert dict(kernel.book.fallbacks) == {"tokens above 64": 2}
     assert torch.equal(run(config, model.forward), expected)
+
+
+@feature("other points beside it", "right", POINT)
+@pytest.mark.parametrize("last", [False, True], ids=["first in", "last in"])
+@pytest.mark.parametrize(
+    ("beside", "backend"), [*((name, "eager") for name in BESIDE), ("all", "inductor")]
+)
+def test_beside_the_points_of_its_parts_it_takes_their_place(
+    beside: str, last: bool, backend: str, config: Any, model: Any, routings: list[int]
+) -> None:
+    expected, many = run(config, model.forward), run(config, model.forward, 65)
+    routings.clear()
+    names = list(BESIDE) if beside == "all" else [beside]
+    kernels = {name: other(name) for name in names}
+    kernels = {**kernels, POINT: dispatching()} if last else {POINT: dispatching(), **kernels}
+    with ExitStack() as stack:
+        for name, kernel in kernels.items():
+            stack.enter_context(patched(name, kernel))
+        forward = compiled(model.forward, backend)
+        torch.testing.assert_close(run(config, forward), expected, **NEAR)
+        assert not routings
+        assert {name: calls(kernel) for name, kernel in kernels.items()} == {
+            **dict.fromkeys(names, 0),
+            POINT: 2,
+        }
+        torch.testing.assert_close(run(config, forward, 65), many, **NEAR)
+        assert {name: calls(kernels[name]) for name in names} == {n: BESIDE[n] for n in names}
+        assert dict(kernels[POINT].book.fallbacks) == {"tokens above 64": 2}
+
+
+def test_what_it_leaves_is_fused_by_the_points_of_its_parts(config: Any, model: Any) -> None:
+    """In the order of the layers' calls, of which the fused one is the first."""
+    _read(model)
+    model.layers[1].mlp.experts.moe_config.experts_per_token = TOP_K
+    expected = run(config, model.forward)
+    names = "add_norm", "add_norm_route", "experts_to_norm"
+    kernels = {name: other(name) for name in (*names, "experts.sum.oai")}
+    kernel = dispatching()
+    with ExitStack() as stack:
+        for name, made in (*kernels.items(), (POINT, kernel)):
+            stack.enter_context(patched(name, made))
+        torch.testing.assert_close(run(config, compiled(model.forward)), expected, **NEAR)
+    found = {name: calls(made) for name, made in kernels.items()}
+    assert found == {"add_norm": 1, "add_norm_route": 1, "experts_to_norm": 0, "experts.sum.oai": 1}
+    assert calls(kernel) == 1
+
+
+def _hooked_router(model: Any) -> None:
+    model.layers[0].mlp.router.register_forward_hook(lambda layer, given, out: out * 2)
+
+
+def _hooked_norm(model: Any) -> None:
+    norm = model.layers[1].post_attention_layernorm
+    norm.register_forward_hook(lambda layer, given, out: (out[0] * 2, out[1]))
+
+
+def _read(model: Any) -> None:
+    """As EAGLE3 reads the hidden states of some layers."""
+    model.aux_hidden_state_layers = (1,)
+
+
+def _read_inside(model: Any) -> None:
+    """A hook that adds what the experts are given to what they return, after the next norm."""
+    [first, second] = model.layers
+    seen: list[Any] = []
+    first.mlp.register_forward_pre_hook(lambda mlp, args: seen.append(args[0]))
+    second.input_layernorm.register_forward_hook(
+        lambda norm, args, out: (out[0] + seen.pop(), out[1])
+    )
+
+
+def _other_epsilon(model: Any) -> None:
+    model.norm.variance_epsilon = 1e-3
+
+
+def _made_up_logits(model: Any) -> None:
+    """As `VLLM_MOE_ROUTING_SIMULATION_STRATEGY` has them from 0.33.0 on."""
+    router = model.layers[0].mlp.experts.router
+    if not hasattr(router, "prepare_monolithic_logits"):
+        pytest.skip("this vLLM has no such router")
+    type(router).prepare_monolithic_logits = lambda self, logits: -logits
+
+
+def _another_layout(model: Any) -> None:
+    given = model.layers[0].mlp.experts.method.moe_kernel.fused_experts.quant_config
+    given.w2_precision = replace(given.w2_precision, out_dtype=torch.bfloat16)
+
+
+CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a hook on a router": (_hooked_router, "mul is no linear layer without quantisation"),
+    "a hook on a norm": (_hooked_norm, "mul makes what the experts are given, and no norm"),
+    "EAGLE3: hidden states of layers are read": (
+        _read,
+        "add reads the experts' result before a norm",
+    ),
+    "what the experts are given is read later": (
+        _read_inside,
+        "add reads what is inside the block",
+    ),
+    "norms of different epsilons": (
+        _other_epsilon,
+        "an epsilon before the experts and another one after them",
+    ),
+    "a router of simulated logits": (_made_up_logits, "a router that replaces logits"),
+    "another layout, precision or activation": (_another_layout, "another precision"),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside add_norm"])
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=feature(name, "falls back", POINT)) for name in CHANGED]
+)
+def test_another_block_keeps_its_own_and_is_told(
+    change: str, beside: bool, config: Any, model: Any
+) -> None:
+    switch_on, reason = CHANGED[change]
+    switch_on(model)
+    expected, kernel = run(config, model.forward), dispatching()
+    with ExitStack() as stack:
+        if beside:
+            stack.enter_context(patched("add_norm", other("add_norm")))
+        stack.enter_context(patched(POINT, kernel))
+        torch.testing.assert_close(run(config, compiled(model.forward)), expected, **NEAR)
+    assert calls(kernel) == 1
+    assert dict(kernel.book.fallbacks) == {reason: 1}
+
+
+@feature("`enforce_eager`, mode NONE", "falls back", POINT)
+def test_a_model_that_is_not_compiled_keeps_its_own_and_says_so(config: Any, model: Any) -> None:
+    expected, kernel = run(config, model.forward), dispatching()
+    with patched(POINT, kernel):
+        assert torch.equal(run(config, model.forward), expected)
+        assert not kernel.book.calls
+        assert dict(kernel.book.fallbacks) == {"not in a graph that vLLM compiles": 2}
+
+
+@feature("new weights: in place, `.data`, a new Parameter", "right", POINT)
+@feature("LoRA on experts", "falls back", POINT)
+@feature("expert parallelism", "falls back", POINT)
+def test_new_weights_count_and_a_layer_that_changed_is_the_engines(
+    config: Any, model: Any, routings: list[int]
+) -> None:
+    first, second = model.layers
+    old, kernel = run(config, model.forward), dispatching()
+    with patched(POINT, kernel):
+        forward = compiled(model.forward)
+        torch.testing.assert_close(run(config, forward), old, **NEAR)
+        quantised(first.mlp.experts).w2_bias.data.mul_(-2)
+        weigh(second.mlp.experts, 77)
+        second.input_layernorm.weight.data = second.input_layernorm.weight.data * 3
+        model.norm.weight = torch.nn.Parameter(model.norm.weight.data * 5, requires_grad=False)
+        second.mlp.router.bias.data.add_(torch.randn(N_EXPERTS).bfloat16())
+        routings.clear()
+        found = run(config, forward)
+        assert (calls(kernel), routings) == (4, [])
+        # as LoRA and elastic expert parallelism change them
+        second.mlp.experts.routed_experts.expert_map = torch.arange(N_EXPERTS)
+        first.mlp.experts.routed_experts.apply_router_weight_on_input = True
+        again = run(config, forward)
+    expected = run(config, model.forward)
+    torch.testing.assert_close(found, expected, **NEAR)
+    torch.testing.assert_close(again, expected, **NEAR)
+    assert not torch.allclose(found, old, **NEAR)
+    assert calls(kernel) == 4
+    assert dict(kernel.book.fallbacks) == {
+        "another kind of routing": 1,
+        "experts shared by several ranks": 1,
+    }
+
+
+TOLD: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
+    # what is changed, and where
+    "experts that hold their router": lambda layer: (layer, "gate", nothing),
+    "shared experts": lambda layer: (layer, "_shared_experts", nothing),
+    "tokens shared by several ranks": lambda layer: (layer.moe_config, "dp_size", 2),
+    "experts shared by several ranks": lambda layer: (layer.routed_experts, "expert_map", 1),
+    "experts without biases": lambda layer: (quantised(layer), "w1_bias", None),
+    "another layout of weights": lambda layer: (quantised(layer), "w1_precision", None),
+    "another kind of routing": lambda layer: (
+        layer.routed_experts,
+        "apply_router_weight_on_input",
+        True,
+    ),
+    "experts by UnfusedOAITritonExperts": lambda layer: (
+        layer.method,
+        "moe_kernel",
+        Kernel("UnfusedOAITritonExperts"),
+    ),
+}
+
+
+def quantised(layer: Any) -> Any:
+    return layer.method.moe_kernel.fused_experts.quant_config
+
+
+@feature("shared experts", "falls back", POINT)
+@feature("experts of EPLB, data parallelism, all2all, Marlin or FlashInfer", "falls back", POINT)
+@pytest.mark.parametrize("reason", TOLD)
+def test_layers_with_other_experts_are_told(reason: str, model: Any) -> None:
+    layer, point = model.layers[0].mlp.experts, POINTS[POINT]()
+    assert point.of_role(layer)
+    assert point.applies(layer) is None
+    assert dispatching().guards.refusal_for_good(point.constants(layer)) is None
+    setattr(*TOLD[reason](layer))
+    assert point.applies(layer) == reason
+
+
+@feature("`VLLM_BATCH_INVARIANT`", "refused", POINT)
+def test_it_refuses_an_engine_that_must_be_invariant_to_batches(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(bench.VerificationError, match="VLLM_BATCH_INVARIANT"):
+        POINTS[POINT]().find()
