@@ -98,7 +98,13 @@ def _message(error: Any) -> str:
 
 def _help_hint(error: BaseException) -> str:
     context = getattr(error, "ctx", None)
-    return f"see: {context.command_path} --help" if context else "see: patcher --help"
+    if context is None:
+        return "see: patcher --help"
+    path = context.command_path
+    if type(error).__name__ != "MissingParameter":
+        return f"see: {path} --help"
+    asked = " ".join(context.command.collect_usage_pieces(context)).upper()
+    return f"{path} {asked.replace('{', '').replace('}', '')}; see: {path} --help"
 
 
 def _told(error: PatcherError, as_json: bool) -> int:

@@ -176,6 +176,22 @@ def _carried(squares: float, fourth: float) -> float:
     return squares * squares / fourth if fourth else 0.0
 
 
+def carried_over(honest: Tensor, own: Tensor, reference: Tensor, stored: Dtype) -> Tensor:
+    """Numbers of the accuracy baseline as if it had chosen like the candidate: what is right, with
+    that baseline's error, or that of one rounding if it is larger.
+
+    Args:
+        honest: its numbers; `own`: float64, what is right by its own choice.
+        reference: float64, what is right by the candidate's choice.
+    """
+    nearest = rounded(reference, stored).double()
+    # its own special values, unless they come of its choice
+    special = ~honest.isfinite() & (own.isfinite() == reference.isfinite())
+    error = honest.double() - own
+    larger = error.isfinite() & (error.abs() > (nearest - reference).abs())
+    return torch.where(special, honest.double(), torch.where(larger, reference + error, nearest))
+
+
 def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:
     """None if every element of `kept` still has its bits, else which one changed."""
     bits = (value.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from patcher.bench.errors import UsageError
 from patcher.bench.judge import op_calls, regimes
 from patcher.bench.judge.accuracy import (
     FLUSHED,
+    carried_over,
     explain_mismatch,
     explain_touched,
     numbers,
@@ -78,8 +80,8 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
 
     Scalars vary too: some cases use another epsilon than the sweep's.
     """
-    served = tuple(scalar.value for scalar in op.contract.scalars)
-    other = tuple(scalar.value * 100 for scalar in op.contract.scalars)
+    served = op.served_scalars
+    other = _scaled(op, 100)
     names = regimes.regimes_of(op)
     points = sweep.points()
     choices = op.contract.dtype_choices()
@@ -115,10 +117,14 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
 
 
 def _drawn_scalars(op: Op, draw: Secrets) -> tuple[float, ...]:
-    """Scalars from a tenth to a hundred times those of the sweep; integers stay as they are."""
-    factor = math.exp(draw.random.uniform(math.log(0.1), math.log(100)))
-    scalars = op.contract.scalars
-    return tuple(each.value if each.type == "int" else each.value * factor for each in scalars)
+    """Scalars from a tenth to a hundred times those of the sweep."""
+    return _scaled(op, math.exp(draw.random.uniform(math.log(0.1), math.log(100))))
+
+
+def _scaled(op: Op, factor: float) -> tuple[float, ...]:
+    """The sweep's scalars times a factor; integers stay as they are."""
+    served = op.served_scalars
+    return tuple(each if isinstance(each, int) else each * factor for each in served)
 
 
 def _holding(op: Op, name: str, points: Sequence[Point], sweep: Sweep) -> Sequence[Point]:
@@ -238,18 +244,26 @@ def value_problem(
     reduction = contract.longest_sum(cases[0].point)
     ours = [{**before, **found} for before, found in zip(befores, values, strict=True)]
     theirs = [{**before, **each.honest} for before, each in zip(befores, expected, strict=True)]
+    followed: Sequence[Values] = []
     if op.derived is not None:
-        scalars = scalars_by_name(op, cases[0])
+        rule = partial(op.derived, **scalars_by_name(op, cases[0]))
+        device = next(iter(expected[0].reference.values())).device
+        right = [rule(**{n: value.to(device) for n, value in each.items()}) for each in ours]
         expected = [
-            _with_derived(op.derived, scalars, *call) for call in zip(expected, ours, strict=True)
+            replace(each, reference={**each.reference, **its})
+            for each, its in zip(expected, right, strict=True)
         ]
-        theirs = [{**its, **each.honest} for its, each in zip(theirs, expected, strict=True)]
+        if any(not dtype_of(ours[0][name].dtype).exact for name in right[0]):
+            followed = [rule(**each) for each in theirs]
     for tensor in contract.compared:
         name, stored = tensor.name, dtype_of(ours[0][tensor.name].dtype)
         reference = torch.stack([each.reference[name] for each in expected])
         device = reference.device
         honest = numbers(contract, tensor, theirs, device, cases[0].point)
         value = numbers(contract, tensor, ours, device, cases[0].point)
+        if followed and name in followed[0] and not stored.exact:
+            own = torch.stack([each[name] for each in followed])
+            honest = carried_over(honest, own, reference, stored)
         if value.shape != reference.shape:
             raise UsageError(
                 f"the reference of {op.name} gives {list(reference.shape[1:])} numbers of {name}, "
@@ -280,24 +294,6 @@ def value_problem(
         if problem:
             return f"{name}: {problem}"
     return None
-
-
-def _with_derived(
-    rule: Callable[..., Values], scalars: dict[str, Any], expected: Expected, ours: Values
-) -> Expected:
-    """What is right for one call where some outputs follow from others that it wrote.
-
-    Those of the accuracy baseline follow from its own. In their place stand the right values,
-    rounded once, which is no less strict.
-    """
-    device = next(iter(expected.reference.values())).device
-    right = rule(**{name: value.to(device) for name, value in ours.items()}, **scalars)
-    honest = {name: value.to(ours[name].dtype) for name, value in right.items()}
-    return replace(
-        expected,
-        reference={**expected.reference, **right},
-        honest={**expected.honest, **honest},
-    )
 
 
 def scalars_by_name(op: Op, case: Case) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:
 
     Some cases differ from another one in only one element per tensor, but never the first two.
     """
-    scalars = tuple(scalar.value for scalar in op.contract.scalars)
+    scalars = op.served_scalars
     cases = [Case(point, "normal", draw.seed(), scalars) for _ in range(sets)]
     for index in range(2, sets):
         if draw.random.random() < 0.25:

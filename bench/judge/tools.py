@@ -73,7 +73,7 @@ class Call:
     @classmethod
     def of(cls, op: Op, point: Point, seed: int) -> Call:
         """A call at a point of the op with seeded inputs."""
-        scalars = tuple(scalar.value for scalar in op.contract.scalars)
+        scalars = op.served_scalars
         inputs = cases_.make_inputs(op, Case(point, "normal", seed, scalars), "cpu")
         plan = cases_.tensors_of(op, point, sparing=False)
         blank = tuple(tensor.name for tensor in op.contract.tensors if tensor.access == "write")

@@ -176,7 +176,7 @@ class Trial:
 
     def _differing(self, rounds: int) -> list[str]:
         """Points, the smallest and the largest, at which equal inputs gave different bits."""
-        scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
+        scalars = self.op.served_scalars
         differ = []
         for point in (self.sweep.points()[0], self.sweep.points()[-1]):
             sets = self._made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)

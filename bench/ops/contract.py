@@ -56,7 +56,7 @@ class ScalarSpec(Record):
     name: str
     type: Literal["float", "int"]
     value: float
-    """The value that the sweep uses; the judge also tries others."""
+    """The value that the sweep uses; the judge also tries others of a `float`."""
     summary: str = ""
 
 

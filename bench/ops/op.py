@@ -86,6 +86,12 @@ class Op:
         ).reference
         return function
 
+    @property
+    def served_scalars(self) -> tuple[float, ...]:
+        """The contract's scalars as a sweep uses them, whole numbers as int."""
+        scalars = self.contract.scalars
+        return tuple(int(each.value) if each.type == "int" else each.value for each in scalars)
+
     @cached_property
     def kept(self) -> Callable[..., dict[str, Any]]:
         """`kept(**inputs) -> {updated tensor: bool mask}`: elements that a call must not change,

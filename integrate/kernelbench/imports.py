@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,13 @@ from patcher.bench import UsageError, load_ops, read_source
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
 from patcher.integrate.kernelbench.op_files import op_files
-from patcher.integrate.kernelbench.problem import is_problem, read_problem, trace, trace_own
+from patcher.integrate.kernelbench.problem import (
+    is_problem,
+    read_problem,
+    size_names,
+    trace,
+    trace_own,
+)
 
 
 @dataclass(frozen=True)
@@ -86,11 +92,12 @@ def import_problems(
         keep: is given the files of each problem once it is traced.
 
     Raises:
-        UsageError: an unknown precision.
+        UsageError: an unknown precision, or a size that no file has.
     """
     from patcher.bench.sandbox.policy import sandbox_description
 
     columns = [_column(name) for name in options.precisions]
+    _require_names(paths, options.sizes)
     result = Problems()
     names = [path.name for path in paths]
     for done, path in enumerate(paths):
@@ -114,6 +121,13 @@ def import_problems(
     ]
     result.notes.append(f"the files ran in the sandbox only: {sandbox_description()[1]}")
     return result
+
+
+def _require_names(paths: list[Path], sizes: Mapping[str, int]) -> None:
+    known = list(dict.fromkeys(name for path in paths for name in size_names(path)))
+    if unknown := [name for name in sizes if name not in known]:
+        told = f"the names there: {', '.join(known)}" if known else "leave --size out"
+        raise UsageError(f"no problem file gives {unknown[0]!r} a value at its top level", told)
 
 
 def _column(name: str) -> PrecisionColumn:

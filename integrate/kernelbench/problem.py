@@ -13,6 +13,8 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,27 +154,47 @@ def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
     Args:
         path: the file.
         scale: divides every top-level integer that stays at least `SMALLEST`.
-        sizes: other values of top-level integers, by name; names that the file lacks are ignored.
+        sizes: other values of top-level names; those that the file lacks are ignored.
     """
     text = path.read_text(encoding="utf-8-sig")
     tree = ast.parse(text)
     changed: dict[str, str] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            name = statement.targets[0].id
-            before = ast.unparse(statement.value)
-            if name in sizes:
-                statement.value = ast.Constant(sizes[name])
-            elif scale > 1:
-                statement.value = _Scaled(scale).visit(statement.value)
-            if (after := ast.unparse(statement.value)) != before:
-                changed[name] = f"{before} -> {after}"
+    for name, value, put in _assigned(tree):
+        before, new = ast.unparse(value), value
+        if name in sizes:
+            new = ast.Constant(sizes[name])
+        elif scale > 1:
+            new = _Scaled(scale).visit(value)
+        put(new)
+        if (after := ast.unparse(new)) != before:
+            changed[name] = f"{before} -> {after}"
     stem = re.sub(r"\W", "_", path.stem).strip("_").lower()
     if not stem[:1].isalpha():
         folder = re.sub(r"\W", "_", path.resolve().parent.name).lower()
         stem = f"{folder if folder[:1].isalpha() else 'problem'}_{stem}"
     source = ast.unparse(ast.fix_missing_locations(tree)) if changed else text
     return Problem(name=stem[:80], file=shown(path), source=source, changed=changed)
+
+
+def size_names(path: Path) -> list[str]:
+    """The names that a problem file gives values to at its top level."""
+    return [name for name, _, _ in _assigned(ast.parse(path.read_text(encoding="utf-8-sig")))]
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr, Callable[[ast.expr], None]]]:
+    """Names at the top level, each with its value and what puts another one there."""
+    for statement in tree.body:
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name), *_], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                yield name, value, partial(setattr, statement, "value")
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                if len(names) == len(values):
+                    for index, target in enumerate(names):
+                        if isinstance(target, ast.Name):
+                            yield target.id, values[index], partial(values.__setitem__, index)
 
 
 def shown(path: Path) -> str:

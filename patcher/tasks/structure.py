@@ -61,7 +61,8 @@ def _traced(op: Op) -> fx.GraphModule:
 
     point = op.contract.sweeps[0].points()[0]
     given = op.inputs.make(point, torch.Generator().manual_seed(0), "normal")
-    scalars = {each.name: each.value for each in op.contract.scalars}
+    names = [each.name for each in op.contract.scalars]
+    scalars = dict(zip(names, op.served_scalars, strict=True))
 
     def run(*tensors: torch.Tensor) -> list[Any]:
         return list(op.reference(**dict(zip(given, tensors, strict=True)), **scalars).values())

@@ -80,6 +80,11 @@ def test_bad_input_is_one_document_and_the_documented_code(
     assert error["hint"]
 
 
+def test_a_missing_argument_is_told_with_its_place(tmp_path: Path) -> None:
+    error = error_of(patcher("evaluate", "kernel.cpp", "--json", cwd=tmp_path))
+    assert error["hint"].startswith("patcher evaluate [OPTIONS] OP SOURCE; see: ")
+
+
 def test_a_big_model_without_a_gpu_names_the_ways_on(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from patcher.bench import Candidate, Evaluation, Language
+from patcher.bench import Candidate, Evaluation, Language, Outcome
 from patcher.bench.judge import JudgeSettings, evaluate
 from patcher.bench.judge.baselines import Strongest
 from patcher.bench.judge.evaluation import BaselineTime
@@ -103,3 +103,20 @@ def test_only_what_is_settled_is_left_alone() -> None:
     )
     assert known.settled == {"a", "c"}
     assert known.all()["d"] == BaselineTime(missing="failed: OSError", installed=True)
+
+
+def test_a_whole_scalar_is_given_as_one_and_never_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "ops/scaled_add"
+    shutil.copytree(OPS / "scaled_add", folder)
+    text = (folder / "op.toml").read_text(encoding="utf-8")
+    changed = text.replace('type = "float"\nvalue = 0.5', 'type = "int"\nvalue = 3')
+    assert changed != text
+    (folder / "op.toml").write_text(changed, encoding="utf-8")
+    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "ops"))
+    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
+    source = TRUE.replace("    out", "    assert (scale, type(scale)) == (3, int)\n    out")
+    settings = JudgeSettings(device="cpu", pairs=2, points=1, calls=1, lives_s=0)
+    found = evaluate(Candidate(op="scaled_add", language=Language.TORCH, source=source), settings)
+    assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), found.detail

@@ -11,7 +11,7 @@ import torch
 
 from patcher import bench
 from patcher.bench.judge import regimes
-from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.judge.accuracy import carried_over, explain_mismatch
 from patcher.bench.judge.cases import (
     Case,
     Secrets,
@@ -23,6 +23,7 @@ from patcher.bench.judge.cases import (
     value_problem,
 )
 from patcher.bench.judge.drawing import drawn_points
+from patcher.bench.ops.dtypes import dtype_of
 from patcher.bench.ops.op import Op, load_op, load_ops
 from patcher.bench.selftest.scorecard import corpus_folder
 
@@ -245,6 +246,29 @@ def test_a_number_is_right_that_the_accuracy_baseline_has_too(value: float) -> N
     other = honest.clone()
     other[2, 5] = 0.5
     assert "non-finite" in str(explain_mismatch(other, honest, reference, 64))
+
+
+def test_the_baselines_error_is_carried_over_to_another_choice() -> None:
+    """Both round in between, and choose differently; one that errs twice as much is told."""
+    bfloat16 = dtype_of(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(size: float) -> torch.Tensor:
+        return size * torch.randn(64, 64, generator=generator).double()
+
+    own, reference = noise(1.0), noise(1.0)
+    honest = (own + noise(0.02)).bfloat16()
+    right, wrong = ((reference + noise(size)).bfloat16() for size in (0.02, 0.04))
+    carried = carried_over(honest, own, reference, bfloat16)
+    assert explain_mismatch(right, carried, reference, 64) is None
+    assert explain_mismatch(right, reference.bfloat16(), reference, 64) is not None
+    assert explain_mismatch(wrong, carried, reference, 64) is not None
+    # special values: its own, unless its choice alone brought them
+    own[0, 0], own[1, 1], honest[2, 2] = math.nan, math.inf, math.nan
+    honest[0, 0], honest[1, 1] = math.nan, math.inf
+    carried = carried_over(honest, own, reference, bfloat16)
+    assert carried.isnan().nonzero().tolist() == [[2, 2]]
+    assert torch.equal(carried[0, 0], reference[0, 0].bfloat16().double())
 
 
 def test_a_constant_tensor_is_tried_where_many_rows_are() -> None:

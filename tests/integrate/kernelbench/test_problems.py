@@ -364,6 +364,10 @@ def test_sizes_are_scaled_and_named(tmp_path: Path) -> None:
     }
     assert found.name.endswith("_3_sizes")
     assert not is_problem(found.source)
+    file.write_text("height, width = 512, 2048\nbatch: int = 64\na, *b = 32, 64\n")
+    found = read_problem(file, 16, {"height": 8})
+    assert found.changed == {"height": "512 -> 8", "width": "2048 -> 128"}
+    assert found.source.splitlines()[:2] == ["height, width = (8, 128)", "batch: int = 64"]
 
 
 RANDOM = """import torch
@@ -488,6 +492,11 @@ def test_what_cannot_be_imported_says_why(
     assert "unknown precision" in capsys.readouterr().err
     assert patcher(["import", str(file), *out, "--size", "batch"]) == 2
     assert "NAME=SIZE" in capsys.readouterr().err
+    file.write_text("batch_size = 4\n" + RANDOM)
+    assert patcher(["import", str(file), *out, "--size", "batch=4"]) == 2
+    error = capsys.readouterr().err
+    assert "no problem file gives 'batch' a value" in error
+    assert "the names there: batch_size" in " ".join(error.split())
     assert patcher(["import", str(file), *out, "--op", OP]) == 2
     assert "no class ModelNew" in capsys.readouterr().err
     assert patcher(["import", str(file), *out, "--op", "rms_norm"]) == 2
