@@ -50,6 +50,9 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     # what the activation gives is large where sums are long: results stay of order one to ten
     smaller = (inner // 256).bit_length()
     weight, router = start["weight"], start["router_weight"]
+    if regime == "normal" and tokens > 1:  # epsilon is as large as a token's mean square
+        for name in ("input", "residual"):
+            start[name][-1] /= 256
     if regime == "clamped":  # most sums exceed the limit, and the logits are the usual ones
         weight, router = weight * 16, router / 16
     if regime == "one_hot":  # each token in turn shows the weights of one or two of its numbers
