@@ -246,11 +246,12 @@ class Patch:
         if own is None:
             return None
         others = [other.point for other in together if other is not self]
-        return own.calls_per_layer - sum(
+        taken = sum(
             other.takes.get(own.point, 0)
             for other in others
             if other is not None and other.engine == own.engine
         )
+        return max(0, own.calls_per_layer - taken)  # several may be for the same calls
 
     @property
     def evaluation(self) -> Evaluation:

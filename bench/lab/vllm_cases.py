@@ -45,6 +45,10 @@ CASES = {
     "add_rms_norm_route": PointCase(
         r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing", True
     ),
+    "moe_block": PointCase(
+        r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing|^_matmul_ogs_|^_reduce_grouped",
+        True,
+    ),
 }
 """By op."""
 

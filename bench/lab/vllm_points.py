@@ -44,7 +44,7 @@ OWN_ROUNDS = 3
 """Pairs of processes of the A/A comparison, with alternating order of arms."""
 MEMORY_SHARE = 0.8
 """Share of the GPU's memory for all concurrent processes together."""
-OF_SEVERAL = ("reduce_add_rms_norm", "qkv_rope_kv_update", "add_rms_norm_route")
+OF_SEVERAL = ("reduce_add_rms_norm", "qkv_rope_kv_update", "add_rms_norm_route", "moe_block")
 """Ops that compute what others do, and would leave those unused."""
 TOGETHER = tuple(op for op in CASES if op not in OF_SEVERAL)
 """Ops that can be patched together."""

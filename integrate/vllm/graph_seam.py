@@ -16,13 +16,16 @@ from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.swap import SharedPatch
 
 BACKENDS = "vllm.compilation.backends"
+WIDEST = "moe_block"
+"""The point that rewrites first: others are for parts of what it fuses, and get what it leaves."""
 
 GraphRewrite = Callable[[fx.GraphModule, list[str]], list[str]]
 """Changes a graph in place; takes and returns the operators at which vLLM splits it."""
 
 
 def graph_rewrite(point: str) -> SharedPatch:
-    """The place of a point's `GraphRewrite`; points run in the order in which they were installed.
+    """The place of a point's `GraphRewrite`; points run in the order in which they were installed,
+    but `WIDEST` before the others.
 
     Args:
         point: the name of the patch point.
@@ -49,7 +52,7 @@ def counted_rewrite(
 
 def _rewriting(original: Any, parts: dict[str, GraphRewrite]) -> Any:
     def split_graph(graph: fx.GraphModule, splitting_ops: list[str]) -> Any:
-        for rewrite in list(parts.values()):
+        for _, rewrite in sorted(parts.items(), key=lambda item: item[0] != WIDEST):
             splitting_ops = rewrite(graph, splitting_ops)
         return original(graph, splitting_ops)
 

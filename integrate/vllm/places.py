@@ -76,6 +76,9 @@ LAYERS: Mapping[str, RoleLayers] = {
     "mla_decode": RoleLayers(
         ("MLAAttention|MultiHeadLatentAttentionWrapper",), counted="attention"
     ),
+    "moe_block": RoleLayers(
+        (_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4, counted="experts"
+    ),
     "norm.plain": RoleLayers(("RMSNorm",)),
     "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS), counted="attention"),
     "qkv_rope_kv": RoleLayers(

@@ -22,6 +22,7 @@ from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
 from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
 from patcher.integrate.vllm.roles.mla_decode import MlaDecode
+from patcher.integrate.vllm.roles.moe_block import MoeBlock
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
@@ -65,6 +66,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         RmsNormQuantFp8,
         EmbedNorm,
         GreedyHead,
+        MoeBlock,
     )
 }
 

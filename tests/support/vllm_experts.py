@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from patch_sample import kernel as add_norm
-from vllm_sample import EXPERTS
+from vllm_sample import EXPERTS, packed
 
+from patcher.bench import load_op
+from patcher.bench.runner.loading import load
+from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 
-TOP_K, TOKENS, HIDDEN = 2, 5, 32
+TOP_K, TOKENS, HIDDEN, N_EXPERTS = 2, 5, 32, 4
+_MOE = "vllm.model_executor.layers.fused_moe"
 
 
 class Kernel:
@@ -95,7 +100,7 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 16, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "vocab_size": 50}
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": TOP_K}
+    experts: dict[str, Any] = {"num_local_experts": N_EXPERTS, "num_experts_per_tok": TOP_K}
     model = transformers.GptOssConfig(**sizes, **experts)
     monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
     factory = "FusedMoEFactory" if hasattr(engine, "FusedMoEFactory") else "FusedMoE"
@@ -131,3 +136,102 @@ def reduce_add_norm(rows, row_map, residual, weight, output, epsilon):  # type: 
     added = rows[row_map.clamp(min=0).long()].masked_fill(~some, 0.0).sum(1)
     output.copy_(added)
     add_norm(output, residual, weight, epsilon)
+
+
+def compiled(forward: Any, backend: str = "eager") -> Any:
+    """Split as vLLM splits, and compiled by that backend."""
+    from torch._dynamo import lookup_backend
+    from vllm.compilation import backends
+
+    def split(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        backends.split_graph(graph, ["vllm::unified_attention_with_output"])
+        return lookup_backend(backend)(graph, inputs)
+
+    return torch.compile(forward, fullgraph=True, backend=split, dynamic=True)
+
+
+def calls(kernel: Dispatcher) -> int:
+    return sum(kernel.book.calls.values())
+
+
+def complete(experts: Any) -> None:
+    """Give a layer of the fixture what vLLM's own `_forward_impl` asks of it."""
+    router = sources.part(f"{_MOE}.router.fused_moe_router:FusedMoERouter")
+    held, method = experts.routed_experts, experts.method
+    given = method.moe_kernel.fused_experts
+    given.topk, given.renormalize = TOP_K, True
+    method.is_monolithic = method.supports_internal_mk = True
+    experts.router = object.__new__(
+        type("Router", (router,), dict.fromkeys(router.__abstractmethods__))
+    )
+    held.quant_method, held.apply_router_weight_on_input = method, False
+    held._ensure_moe_quant_config_init = lambda: None
+
+    def forward(x: Any, router_logits: Any, input_ids: Any) -> Any:
+        weights = held.w13_weight, held.w2_weight
+        return given.apply(x, *weights, router_logits, None, N_EXPERTS, None, None, False)
+
+    held.forward_monolithic = forward
+
+
+def weigh(experts: Any, inner: int, seed: int) -> None:
+    """New weights of a layer of experts, as vLLM holds them on compute capability 9.0."""
+    precision = sources.part("triton_kernels.matmul_ogs:PrecisionConfig")
+    held, given = experts.routed_experts, experts.method.moe_kernel.fused_experts
+    hidden = experts.moe_config.hidden_dim
+    held.w13_weight, scale1, held.w13_weight.numbers = packed(N_EXPERTS, 2 * inner, hidden, seed)
+    held.w2_weight, scale2, held.w2_weight.numbers = packed(N_EXPERTS, hidden, inner, seed + 1)
+    biases = (torch.randn(N_EXPERTS, n) * 3 for n in (2 * inner, hidden))
+    w1_bias, w2_bias = (torch.nn.Parameter(bias, requires_grad=False) for bias in biases)
+    w1, w2 = precision(weight_scale=scale1), precision(weight_scale=scale2)
+    given.quant_config = SimpleNamespace(
+        w1_bias=w1_bias, w2_bias=w2_bias, w1_precision=w1, w2_precision=w2
+    )
+
+
+def matmul_ogs(*given: Any, **more: Any) -> None:
+    """The library's, in plain PyTorch, up to its sum."""
+    library = sources.module("triton_kernels.matmul_ogs")
+    call = inspect.signature(library.matmul_ogs).bind(*given, **more)
+    call.apply_defaults()
+    x, w, bias, data, gather, scatter, *_ = call.args
+    y, activation = call.arguments["y"], call.arguments["fused_activation"]
+    rows = x if gather is None else x[gather.src_indx.long() // TOP_K]
+    expert = torch.repeat_interleave(torch.arange(N_EXPERTS), data.expt_hist.long())
+    found = torch.einsum("rh,rhk->rk", rows.float(), w.numbers[expert]) + bias[expert]
+    if gather is not None:
+        alpha, limit = activation.fn_args
+        gate, up = found[:, ::2].clamp(max=limit), found[:, 1::2].clamp(-limit, limit)
+        y[0] = gate * torch.sigmoid(alpha * gate) * (up + 1)
+        return
+    found = (found * call.arguments["gammas"].float()[:, None]).to(y.dtype)
+    plain = library.FusedActivation(), library.Epilogue(library.FnSpecs.default())
+    index = scatter.src_indx.view(-1, TOP_K)
+    more = {"x_mx_scale": None, "out_dtype": y.dtype}
+    library.reduce_grouped(found[None, None], index, y, None, *plain, **more)
+
+
+def routed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let vLLM's routing and sum run in PyTorch.
+
+    Returns:
+        Tokens of each call of the routing.
+    """
+    from patcher.integrate.vllm.roles.router import new_tables, routed
+
+    source = load_op("moe_route").folder / "solutions" / "cpu_torch" / "moe_route.py"
+    route, found = load(str(source), "python", "moe_route"), list[int]()
+
+    def routing(logits: Any, top_k: int, sm_first: bool = False, *more: Any) -> Any:
+        found.append(len(logits))
+        tables = new_tables(logits, top_k)
+        route(logits, *tables)
+        return routed(tables, logits.shape[1], top_k)
+
+    def summing(x: Any, index: Any, out: Any, *rest: Any, **more: Any) -> Any:
+        out[0] = x[0, 0][index.long()].sum(1)
+        return out, None
+
+    monkeypatch.setattr(sources.module("triton_kernels.routing"), "routing", routing)
+    monkeypatch.setattr(sources.module("triton_kernels.matmul_ogs"), "reduce_grouped", summing)
+    return found

@@ -61,8 +61,8 @@ class _Matmul(TritonExperts):
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         weight, precision, bias = self._held(layer.routed_experts, layer._quant_method)
-        scales = engine.scale_rows(precision.weight_scale, weight.shape[1])
-        return {"weights": weight.storage.data.mT, "scales": scales, "bias": bias}
+        weights, scales = packed(weight, precision)
+        return {"weights": weights, "scales": scales, "bias": bias}
 
     @abstractmethod
     def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
@@ -151,7 +151,7 @@ def _dispatching(original: Any, kernels: dict[str, Dispatcher]) -> Any:
         elif flags._opt_flags is not None or flags._opt_flags_constraints.get("split_k") != 1:
             reason = "another split of K"
         else:
-            reason = _unlike(w, precision_config, plain) or _partial(routing_data)
+            reason = unlike(w, precision_config, plain) or _partial(routing_data)
         if reason is None and first:
             reason = _not_first(scatter_indx, gammas, y, fused_activation, swiglu)
         elif reason is None:
@@ -160,17 +160,16 @@ def _dispatching(original: Any, kernels: dict[str, Dispatcher]) -> Any:
             kernel.book.reasons[reason] += 1
             return original(*call)
         data = routing_data.expt_data
-        scales = engine.scale_rows(precision_config.weight_scale, w.shape[1])
-        packed = w.storage.data.mT, scales
+        held = packed(w, precision_config)
         tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
         if first:
-            inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
+            inputs = x, *held, bias, gather_indx.src_indx, *tables, y[0]
             if kernel(*inputs, *fused_activation.fn_args):
                 return y[0]
             return original(*call)
         row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
         rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
-        if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
+        if not kernel(x, *held, bias, gammas, row_map, *tables, rows[0, 0]):
             # hundreds of megabytes in a long prefill, which the engine allocates again
             del rows
             return original(*call)
@@ -193,8 +192,18 @@ def _marking(original: Any, kernels: dict[str, Dispatcher]) -> Any:
     return make_routing_data
 
 
-def _unlike(w: Any, precision: Any, plain: Any) -> str | None:
+def packed(w: Any, precision: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales of a matmul as the contracts have them, without a copy."""
+    return w.storage.data.mT, engine.scale_rows(precision.weight_scale, w.shape[1])
+
+
+def unlike(w: Any, precision: Any, plain: Any) -> str | None:
     """Why these are not MXFP4 weights in the layout of `_swizzle_mxfp4` on compute capability 9.0.
+
+    Args:
+        w: the weights of one matmul.
+        precision: its `PrecisionConfig`.
+        plain: one without anything.
 
     Returns:
         A reason for receipts, or None if they are.

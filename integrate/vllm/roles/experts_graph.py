@@ -28,6 +28,9 @@ from patcher.integrate.vllm.roles.graph_reads import (
 
 EXPERTS = "vllm::moe_forward"
 SHARED_EXPERTS = "vllm::moe_forward_shared"
+MOE_BLOCK = "patcher::moe_block_"
+"""Prefix of the names of the operators that the point `moe_block` installs, each with the experts
+of a layer in it."""
 NORM = "vllm_ir::fused_add_rms_norm"
 
 
@@ -63,32 +66,59 @@ def fuse(
     Returns:
         A reason for each call of experts that stays vLLM's own.
     """
-    graph = module.graph
-    calls = [node for node in graph.nodes if operator_name(node) in (EXPERTS, SHARED_EXPERTS)]
+
+    def replace(call: fx.Node, index: int) -> None:
+        pair = ExpertsAndNorm(call, operators.other_norm)
+        pair.replace(operators, top_k_of(value_of(pair.layer_name), index))
+
+    return for_each_call(module, replace)
+
+
+def for_each_call(
+    module: fx.GraphModule, replace: Callable[[fx.Node, int], None], *others: str
+) -> list[str]:
+    """Fuse something with each call of experts that is not in a block already.
+
+    Args:
+        module: Dynamo's graph, changed in place.
+        replace: is given the call and its place among all; raises `NotFusedError` to leave it.
+        others: prefixes of the names of further operators that are calls of experts.
+
+    Returns:
+        A reason for each call that was left.
+    """
     reasons: list[str] = []
-    for index, call in enumerate(calls):
+    known, others = (EXPERTS, SHARED_EXPERTS), (MOE_BLOCK, *others)
+    named = [(node, operator_name(node)) for node in module.graph.nodes]
+    calls = [(node, name) for node, name in named if name in known or name.startswith(others)]
+    for index, (call, name) in enumerate(calls):
+        if name.startswith(MOE_BLOCK):
+            continue
         try:
-            pair = _Pair(call, operators)
-            pair.replace(top_k_of(value_of(pair.layer_name), index))
+            replace(call, index)
         except NotFusedError as error:
             reasons.append(str(error))
-    graph.lint()
+    module.graph.lint()
     module.recompile()
     return reasons
 
 
-class _Pair:
+class ExpertsAndNorm:
     """One call of experts, and the norm that alone reads what it returns."""
 
-    def __init__(self, call: fx.Node, operators: FusedOperators) -> None:
+    def __init__(self, call: fx.Node, other_norm: str) -> None:
         """Look at the nodes.
+
+        Args:
+            call: the experts.
+            other_norm: see `FusedOperators.other_norm`.
 
         Raises:
             NotFusedError: they are no such pair.
         """
         if operator_name(call) == SHARED_EXPERTS:
             raise NotFusedError("shared experts")
-        self._call, self._operators = call, operators
+        self._call = call
         self._place = {node: index for index, node in enumerate(call.graph.nodes)}
         self._hidden, self._logits, *more, self.layer_name, width = call.args
         if call.kwargs or len(more) != 2 or any(item is not None for item in more):
@@ -100,22 +130,17 @@ class _Pair:
         readers = sorted(self._x.users, key=self._place.__getitem__)
         if not readers:
             raise NotFusedError("experts whose result is not read")
-        self._norm = readers[0]
-        self._in_place = operator_name(self._norm).startswith(operators.other_norm)
-        if not self._in_place and operator_name(self._norm) != NORM:
-            raise NotFusedError(f"{label_of(self._norm)} reads the experts' result before a norm")
-        x, residual, self._weight, self._epsilon, *part = self._norm.args
-        if (
-            self._norm.kwargs
-            or x is not self._x
-            or self._weight is None
-            or part not in ([], [None])
-        ):
+        self.norm = readers[0]
+        self.in_place = operator_name(self.norm).startswith(other_norm)
+        if not self.in_place and operator_name(self.norm) != NORM:
+            raise NotFusedError(f"{label_of(self.norm)} reads the experts' result before a norm")
+        x, residual, self.weight, self.epsilon, *part = self.norm.args
+        if self.norm.kwargs or x is not self._x or self.weight is None or part not in ([], [None]):
             raise NotFusedError("another kind of norm")
         if not isinstance(residual, fx.Node) or residual.op == "placeholder":
             raise NotFusedError("a residual that belongs to the caller")
-        self._residual = residual
-        if not self._in_place:
+        self.residual = residual
+        if not self.in_place:
             self._must_own_its_arguments(readers)
         if form_of(residual) != form_of(self._x) or form_of(self._hidden) != form_of(self._x):
             raise NotFusedError("a residual of another shape")
@@ -126,25 +151,25 @@ class _Pair:
         Raises:
             NotFusedError: it does not.
         """
-        target = self._norm.target
+        target = self.norm.target
         given = isinstance(target, torch._ops.OpOverload) and (
             target._overloadname == "maybe_inplace"
         )
-        later = self._place[self._norm]
+        later = self._place[self.norm]
         if not given or len(readers) > 1:
             raise NotFusedError("a norm that leaves its arguments to others")
-        if any(self._place[user] > later for user in self._residual.users):
+        if any(self._place[user] > later for user in self.residual.users):
             raise NotFusedError("a norm that leaves its arguments to others")
-        if any(user.target is not operator.getitem for user in self._norm.users):
+        if any(user.target is not operator.getitem for user in self.norm.users):
             raise NotFusedError("another kind of norm")
 
-    def replace(self, top_k: int) -> None:
+    def replace(self, operators: FusedOperators, top_k: int) -> None:
         """Put the fused operators in the place of both nodes."""
-        graph, call, norm = self._call.graph, self._call, self._norm
+        graph, call = self._call.graph, self._call
         like: torch.Tensor = example_of(self._x)
         with graph.inserting_before(call):
             unsummed = graph.call_function(
-                self._operators.experts, (self._hidden, self._logits, top_k, self.layer_name)
+                operators.experts, (self._hidden, self._logits, top_k, self.layer_name)
             )
             rows = graph.call_function(operator.getitem, (unsummed, 0))
             row_map = graph.call_function(operator.getitem, (unsummed, 1))
@@ -155,17 +180,32 @@ class _Pair:
             rows.meta["example_value"],
             row_map.meta["example_value"],
         )
-        with graph.inserting_before(norm):
-            output = graph.call_function(torch.empty_like, (self._residual,))
+        with graph.inserting_before(self.norm):
+            output = graph.call_function(torch.empty_like, (self.residual,))
             graph.call_function(
-                self._operators.sum_to_norm,
-                (rows, row_map, self._residual, self._weight, output, self._epsilon),
+                operators.sum_to_norm,
+                (rows, row_map, self.residual, self.weight, output, self.epsilon),
             )
         output.meta["example_value"] = torch.empty_like(like)
-        if self._in_place:
+        self.take_out(output, self.residual)
+
+    def take_out(self, output: fx.Node, total: fx.Node) -> None:
+        """Take experts and norm out of the graph.
+
+        Args:
+            output: in the place of the normed sum.
+            total: in the place of the residual stream after the experts.
+        """
+        graph, norm = self._call.graph, self.norm
+        if self.in_place:
             self._x.replace_all_uses_with(output, lambda user: user is not norm)
+            if total is not self.residual:
+                last = self._place[norm]
+                self.residual.replace_all_uses_with(
+                    total, lambda user: self._place.get(user, 0) > last
+                )
         for item in list(norm.users):
-            item.replace_all_uses_with((output, self._residual)[int(str(item.args[1]))])
+            item.replace_all_uses_with((output, total)[int(str(item.args[1]))])
             graph.erase_node(item)
         for node in (norm, *reversed(self._views)):
             graph.erase_node(node)

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from patcher.integrate.vllm.roles.experts_graph import EXPERTS, NORM, SHARED_EXPERTS
+from patcher.integrate.vllm.roles.experts_graph import NORM, for_each_call
 from patcher.integrate.vllm.roles.graph_reads import (
-    METADATA,
     NotFusedError,
     as_node,
     form_of,
-    is_reshape,
     items_of,
     label_of,
     operator_name,
+    readers,
     value_of,
 )
 from patcher.integrate.vllm.roles.linear_graph import linear_of, plain
@@ -51,52 +50,47 @@ def fuse(
     Returns:
         A reason for each call of experts before which the engine's own norm and router stay.
     """
-    graph = module.graph
-    reasons: list[str] = []
-    calls = [node for node in graph.nodes if _name_place(node) is not None]
-    for index, call in enumerate(calls):
-        try:
-            block = _Block(call, other_norm)
-            block.replace(operation, top_k_of(value_of(call.args[_name_place(call) or 0]), index))
-        except NotFusedError as error:
-            reasons.append(str(error))
-    graph.lint()
-    module.recompile()
-    return reasons
+
+    def replace(call: fx.Node, index: int) -> None:
+        block = NormAndRouter(call, other_norm)
+        block.replace(operation, top_k_of(value_of(call.args[_name_place(call)]), index))
+
+    return for_each_call(module, replace, OTHER_EXPERTS)
 
 
-def _name_place(node: fx.Node) -> int | None:
-    """Where the layer's name is among the arguments of a call of experts; None if it is none."""
-    name = operator_name(node)
-    if name in (EXPERTS, SHARED_EXPERTS):
-        return 4
-    return 3 if name.startswith(OTHER_EXPERTS) else None
+def _name_place(call: fx.Node) -> int:
+    """Where the layer's name is among the arguments of a call of experts."""
+    return 3 if operator_name(call).startswith(OTHER_EXPERTS) else 4
 
 
-class _Block:
+class NormAndRouter:
     """The norm and the router before one call of experts."""
 
     def __init__(self, call: fx.Node, other_norm: str) -> None:
         """Look at the nodes.
+
+        Args:
+            call: the experts.
+            other_norm: prefix of the names of the operators that the point `add_norm` installs.
 
         Raises:
             NotFusedError: they are no such block; the graph is unchanged.
         """
         self._place = {node: index for index, node in enumerate(call.graph.nodes)}
         self._hidden, logits = plain(as_node(call.args[0])), as_node(call.args[1])
-        self._router = linear_of(logits)
-        if plain(self._router.x) is not self._hidden:
+        self.router = linear_of(logits)
+        if plain(self.router.x) is not self._hidden:
             raise NotFusedError("a router of something else than the experts are given")
-        self._norm = self._norm_of(other_norm)
-        x, residual, self._weight, self._epsilon, *part = self._norm.args
-        if self._norm.kwargs or self._weight is None or part not in ([], [None]):
+        self.norm = self._norm_of(other_norm)
+        x, residual, self.weight, self.epsilon, *part = self.norm.args
+        if self.norm.kwargs or self.weight is None or part not in ([], [None]):
             raise NotFusedError("another kind of norm")
-        self._x, self._residual = as_node(x), as_node(residual)
-        if "placeholder" in (self._x.op, self._residual.op):
+        self.x, self.residual = as_node(x), as_node(residual)
+        if "placeholder" in (self.x.op, self.residual.op):
             raise NotFusedError("a residual that belongs to the caller")
-        if form_of(self._x) != form_of(self._residual) or len(form_of(self._x)) != 3:
+        if form_of(self.x) != form_of(self.residual) or len(form_of(self.x)) != 3:
             raise NotFusedError("a residual of another shape")
-        if self._x is not self._hidden:
+        if self.x is not self._hidden:
             self._must_own_its_arguments()
         self._must_be_read_later()
 
@@ -111,7 +105,7 @@ class _Block:
             for user in made.users
             if operator_name(user).startswith(other_norm)
             and user.args[0] is made
-            and self._place[user] < self._place[self._router.call]
+            and self._place[user] < self._place[self.router.call]
         ]
         if not before:
             raise NotFusedError(f"{label_of(made)} makes what the experts are given, and no norm")
@@ -119,51 +113,47 @@ class _Block:
 
     def _must_own_its_arguments(self) -> None:
         """Check that vLLM gives the norm both tensors to keep, so that they may be written."""
-        target, later = self._norm.target, self._place[self._norm]
+        target, later = self.norm.target, self._place[self.norm]
         given = isinstance(target, torch._ops.OpOverload) and (
             target._overloadname == "maybe_inplace"
         )
-        users = {*self._x.users, *self._residual.users}
+        users = {*self.x.users, *self.residual.users}
         if not given or any(self._place[user] > later for user in users):
             raise NotFusedError("a norm that leaves its arguments to others")
-        if any(user.target is not operator.getitem for user in self._norm.users):
+        if any(user.target is not operator.getitem for user in self.norm.users):
             raise NotFusedError("another kind of norm")
+
+    def made(self, index: int) -> list[fx.Node]:
+        """The nodes that are a result of the norm: 0 for the normed sum, 1 for the sum."""
+        items = items_of(self.norm)
+        return [item for at, item in items if at == index] or [(self.x, self.residual)[index]]
 
     def _must_be_read_later(self) -> None:
         """Check that nothing needs the norm's results before the router."""
-        first, last = self._place[self._norm], self._place[self._router.call]
-        made = [item for _, item in items_of(self._norm)] or [self._x, self._residual]
-        for node in made:
-            for user in _users(node):
+        first, last = self._place[self.norm], self._place[self.router.call]
+        for node in (*self.made(0), *self.made(1)):
+            for user in readers(node):
                 if first < self._place[user] < last:
                     raise NotFusedError(f"{label_of(user)} reads the norm before the router")
 
     def replace(self, operation: Any, top_k: int) -> None:
         """Put the operator in the place of the router."""
-        graph, norm, router = self._norm.graph, self._norm, self._router
+        graph, router = self.norm.graph, self.router
         after = router.call.next
         row, bias = router.take_out()
-        if norm.users:
-            for index, item in items_of(norm):
-                item.replace_all_uses_with((self._x, self._residual)[index])
-                graph.erase_node(item)
         with graph.inserting_before(after):
             graph.call_function(
                 operation,
                 (
-                    *(self._x, self._residual, self._weight, router.weight, bias, row),
-                    *(top_k, self._epsilon),
+                    *(self.x, self.residual, self.weight, router.weight, bias, row),
+                    *(top_k, self.epsilon),
                 ),
             )
-        graph.erase_node(norm)
+        self.take_out()
 
-
-def _users(node: fx.Node) -> list[fx.Node]:
-    """Who reads a tensor, as whatever shape; not who asks for a size."""
-    found = []
-    for user in node.users:
-        if is_reshape(user):
-            found += _users(user)
-        elif user.op != "call_method" or user.target not in METADATA:
-            found.append(user)
-    return found
+    def take_out(self) -> None:
+        """Take the norm out of the graph; what it was given is in the place of its results."""
+        for index, item in items_of(self.norm):
+            item.replace_all_uses_with((self.x, self.residual)[index])
+            self.norm.graph.erase_node(item)
+        self.norm.graph.erase_node(self.norm)

@@ -12,7 +12,16 @@ import pytest
 import torch
 from feature_matrix import feature
 from patch_sample import kernel as add_norm
-from vllm_experts import HIDDEN, TOKENS, TOP_K, gpt_oss, reduce_add_norm
+from vllm_experts import (
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    calls,
+    compiled,
+    gpt_oss,
+    reduce_add_norm,
+    routed_here,
+)
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher import bench
@@ -57,10 +66,6 @@ def patched(kernel: Dispatcher, point: str = POINT) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def calls(kernel: Dispatcher) -> int:
-    return sum(kernel.book.calls.values())
-
-
 def run(config: Any, forward: Any, tokens: int = TOKENS) -> Any:
     from vllm.forward_context import set_forward_context
 
@@ -68,42 +73,12 @@ def run(config: Any, forward: Any, tokens: int = TOKENS) -> Any:
         return forward(torch.arange(tokens) % 50, torch.arange(tokens) / 7)
 
 
-def compiled(forward: Any, backend: str = "eager") -> Any:
-    """Split as vLLM splits, and compiled by that backend."""
-    from torch._dynamo import lookup_backend
-    from vllm.compilation import backends
-
-    def split(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        backends.split_graph(graph, ["vllm::unified_attention_with_output"])
-        return lookup_backend(backend)(graph, inputs)
-
-    return torch.compile(forward, fullgraph=True, backend=split, dynamic=True)
-
-
 @pytest.fixture
 def routings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call of vLLM's routing, which routes in PyTorch here, as its sum sums."""
-    from patcher.integrate.vllm.roles.router import new_tables, routed
-
-    library = sources.module("triton_kernels.routing")
-    sums = sources.module("triton_kernels.matmul_ogs")
-    route, found = solution("moe_route"), []
-
-    def routing(logits: Any, top_k: int, sm_first: bool = False, *more: Any) -> Any:
-        found.append(len(logits))
-        tables = new_tables(logits, top_k)
-        route(logits, *tables)
-        return routed(tables, logits.shape[1], top_k)
-
-    def summing(x: Any, index: Any, out: Any, *rest: Any, **more: Any) -> Any:
-        out[0] = x[0, 0][index.long()].sum(1)
-        return out, None
-
-    monkeypatch.setattr(library, "routing", routing)
-    monkeypatch.setattr(sums, "reduce_grouped", summing)
+    """Tokens of each call of vLLM's routing."""
     for point in (POINT, "router.oai", "experts_to_norm", "linear", "add_norm"):
         monkeypatch.setattr(POINTS[point], "find", lambda self: "")
-    return found
+    return routed_here(monkeypatch)
 
 
 @pytest.fixture

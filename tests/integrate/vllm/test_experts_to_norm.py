@@ -15,7 +15,7 @@ import pytest
 import torch
 from feature_matrix import feature
 from patch_sample import kernel as add_norm
-from vllm_experts import HIDDEN, TOKENS, TOP_K, Kernel, gpt_oss, reduce_add_norm
+from vllm_experts import HIDDEN, TOKENS, TOP_K, Kernel, compiled, gpt_oss, reduce_add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
 from patcher import bench
@@ -56,18 +56,6 @@ def run(config: Any, forward: Any) -> Any:
 
     with set_forward_context(None, config):
         return forward(torch.arange(TOKENS), torch.arange(TOKENS) / 7)
-
-
-def compiled(forward: Any, backend: str = "eager") -> Any:
-    """Split as vLLM splits, and compiled by that backend."""
-    from torch._dynamo import lookup_backend
-    from vllm.compilation import backends
-
-    def split(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        backends.split_graph(graph, ["vllm::unified_attention_with_output"])
-        return lookup_backend(backend)(graph, inputs)
-
-    return torch.compile(forward, fullgraph=True, backend=split, dynamic=True)
 
 
 @pytest.fixture

@@ -92,7 +92,9 @@ def test_where_vllm_is_missing_it_says_so() -> None:
             point.fingerprint()
 
 
-BLOCKS = "qkv_rope_kv_update", "add_rms_norm_route"
+BLOCKS = "qkv_rope_kv_update", "add_rms_norm_route", "moe_block"
+LAUNCHES = {"moe_route": 4, "add_rms_norm_route": 4, "moe_block": 7}
+"""Of the kernels that disappear, in a layer."""
 
 
 def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
@@ -107,7 +109,7 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
             for point in bench.load_op(op).contract.patch_points
             if point.engine == "vllm" and point.calls_per_layer
         )
-        launches = (4 if op.endswith("_route") else a_layer) * layers
+        launches = LAUNCHES.get(op, a_layer) * layers
         assert matching(case.theirs, kernels) / steps == launches, op
         ours = f"{op}_kernel"
         names = (rf"^{ours}", case.theirs)
@@ -243,6 +245,7 @@ PLACES = {
         "triton_kernels.routing:routing",
         f"{RUNNER}:MoERunner.forward",
     ],
+    "moe_block": ["vllm.compilation.backends:split_graph", f"{RUNNER}:MoERunner.forward"],
     "mla_decode": [
         f"vllm.v1.attention.backends.mla.{place}.forward_mqa"
         for place in (

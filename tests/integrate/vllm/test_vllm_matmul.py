@@ -13,7 +13,7 @@ import pytest
 import torch
 from feature_matrix import feature
 from vllm_here import attribute, dispatcher, guards_of, needs_vllm, nothing
-from vllm_sample import EXPERTS, _reference
+from vllm_sample import EXPERTS, _reference, packed
 
 from patcher import bench
 from patcher.bench.runner.loading import load
@@ -45,28 +45,6 @@ def dispatching(point: str) -> Dispatcher:
     return dispatcher(op, solution(op), guards)
 
 
-def packed(columns: int, depth: int, seed: int) -> tuple[Any, Any, torch.Tensor]:
-    """Weights and scales as `_swizzle_mxfp4` leaves them on compute capability 9.0, and the same
-    as numbers [experts, depth, columns]."""
-    library = attribute("triton_kernels.tensor:convert_layout").__globals__
-    layouts = attribute("triton_kernels.tensor_details.layout:HopperMXValueLayout")
-    scaling = attribute("triton_kernels.tensor_details.layout:HopperMXScaleLayout")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, 256, (N_EXPERTS, columns, depth // 2), generator=generator)
-    exponents = torch.randint(118, 124, (N_EXPERTS, columns, depth // 32), generator=generator)
-    bits, scales = drawn.to(torch.uint8), exponents.to(torch.uint8)
-    weights = library["convert_layout"](
-        library["wrap_torch_tensor"](bits.mT, dtype=library["FP4"]), layouts, mx_axis=1
-    )
-    scale = library["convert_layout"](
-        library["wrap_torch_tensor"](scales.mT), scaling, mx_axis=1, num_warps=8
-    )
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    codes = torch.stack((drawn & 15, drawn >> 4), -1).flatten(-2)
-    numbers = torch.cat((table, -table))[codes]
-    return weights, scale, (numbers * 2.0 ** (exponents - 127.0).repeat_interleave(32, 2)).mT
-
-
 class Layer:
     """The experts of one layer, and a batch that its router has seen."""
 
@@ -79,8 +57,8 @@ class Layer:
         )
         self.data.gate_scal = self.data.gate_scal.bfloat16()
         self.x = torch.randn(tokens, HIDDEN).bfloat16()
-        self.w1, scale1, self.first = packed(2 * INNER, HIDDEN, 1)
-        self.w2, scale2, self.second = packed(HIDDEN, INNER, 2)
+        self.w1, scale1, self.first = packed(N_EXPERTS, 2 * INNER, HIDDEN, 1)
+        self.w2, scale2, self.second = packed(N_EXPERTS, HIDDEN, INNER, 2)
         self.config = SimpleNamespace(
             w1_bias=torch.nn.Parameter(torch.randn(N_EXPERTS, 2 * INNER), requires_grad=False),
             w2_bias=torch.nn.Parameter(torch.randn(N_EXPERTS, HIDDEN), requires_grad=False),
@@ -150,7 +128,7 @@ def test_what_the_contracts_say_of_the_layout_is_what_the_library_makes() -> Non
         ("moe_matmul_swiglu", 2 * INNER, HIDDEN),
         ("moe_matmul_down", 320, 64),
     ):
-        weights, scale, numbers = packed(columns, depth, 3)
+        weights, scale, numbers = packed(N_EXPERTS, columns, depth, 3)
         folded = weights.storage.data.mT, scale.storage.data.mT
         contract = bench.load_op(op).contract
         half = {"moe_matmul_swiglu": columns // 2, "moe_matmul_down": columns}[op]
