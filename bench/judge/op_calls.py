@@ -81,7 +81,8 @@ def checked_results(op: Op, file: str, function: str, values: Any) -> dict[str, 
     """What `reference` or `control` gave.
 
     Raises:
-        UsageError: it lacks a tensor that the op's calls are compared by.
+        UsageError: it lacks a tensor that the op's calls are compared by, or the reference has one
+            in less than float64.
     """
     needed = [tensor.name for tensor in op.contract.compared]
     if not isinstance(values, dict):
@@ -90,6 +91,11 @@ def checked_results(op: Op, file: str, function: str, values: Any) -> dict[str, 
     if missing and op.derived is None:
         gave = ", ".join(map(str, values)) or "nothing"
         raise _wrong(op, file, f"{function} gives no {missing[0]}, but {gave}")
+    for name in needed if function == "reference" else ():
+        if name in values and values[name].dtype != torch.float64:
+            dtype = str(values[name].dtype).removeprefix("torch.")
+            fix = "compute in float64, from inputs that .double() widens"
+            raise _wrong(op, file, f"{function} gives {name} in {dtype}", fix)
     return values
 
 

@@ -145,7 +145,7 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
         kind: Any = POINTS[point]
         return stated_sizes(config).layers * int(kind.calls_per_layer)
     names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
-    model = _without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
+    model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
     calls = 0
 
     def count(*_: Any) -> None:
@@ -186,21 +186,22 @@ def _builds(config: Mapping[str, Any], names: Sequence[str]) -> bool:
     Raises:
         UsageError: transformers cannot build it.
     """
-    import torch
 
-    model = _without_weights(config, torch.float32)
+    model = without_weights(config)
     return any(type(module).__name__ in names for module in model.modules())
 
 
-def _without_weights(config: Mapping[str, Any], dtype: Any) -> Any:
-    """The model of a config.json on the device `meta`; raises as `model_config`, `skeleton`."""
+def without_weights(config: Mapping[str, Any], dtype: Any = None) -> Any:
+    """The model of a config.json on the device `meta`, in float32 if there is no dtype; raises as
+    `model_config`, `skeleton`."""
     from patcher.bench.engines.causal_model import skeleton
     from patcher.bench.engines.model_config import CONFIG, read_config
 
     with TemporaryDirectory() as folder:  # a file may have what no configuration takes
         file = Path(folder) / CONFIG
         file.write_text(json.dumps(config), encoding="utf-8")
-        return skeleton(read_config("this model", file), "this model", dtype)
+        found = read_config("this model", file), "this model"
+        return skeleton(*found) if dtype is None else skeleton(*found, dtype)
 
 
 def default_activation(architecture: str) -> str | None:

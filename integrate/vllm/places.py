@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from patcher.bench import MissingError, VerificationError
+from patcher.bench import MissingError, PatcherError, VerificationError
 from patcher.bench.engines.architecture import quantization, text_part
 from patcher.bench.engines.vllm_options import EXPERTS
-from patcher.integrate.transformers.places import default_activation
+from patcher.integrate.transformers.places import default_activation, without_weights
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.tree import Tree
 
@@ -22,6 +23,10 @@ _ALL_LINEAR = ("awq", "fp8", "gptq")
 """Formats of all linear layers."""
 _SPARED = "ignored_layers", "modules_to_not_convert", "dynamic", "modules_in_block_to_quantize"
 """What such a format calls layers that it treats in another way."""
+_OF_EXPERTS = re.compile(r"(.*\.)?experts\.")
+_HAS_STATE = re.compile(r"linear|mamba|recurrent|conv")
+_BOTH = "hybrid"
+"""A layer with attention and a state, such as Falcon-H1's."""
 _BY_NAME = "get_act_and_mul_fn"
 """Builds the activation that a config.json names."""
 
@@ -41,6 +46,9 @@ class RoleLayers:
     """What a config.json has to say where it says anything."""
     plain: bool = False
     """Whether linear layers that are quantised are none of its own."""
+    counted: Literal["attention", "experts", "state", "step"] | None = None
+    """What a step of decode has one call for: each layer with a KV cache, with experts, or with a
+    state in place of a cache, or the step itself; None where a config.json does not tell."""
 
 
 LAYERS: Mapping[str, RoleLayers] = {
@@ -48,33 +56,41 @@ LAYERS: Mapping[str, RoleLayers] = {
     "activation.gelu_tanh": RoleLayers((f"GeluAndMul|{_BY_NAME}",), None, ("gelu_pytorch_tanh",)),
     "activation.silu": RoleLayers((f"SiluAndMul|{_BY_NAME}",), None, ("silu", "swish")),
     "add_norm": RoleLayers(("RMSNorm",)),
-    "add_norm_route": RoleLayers((_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4),
-    "decode_attention": RoleLayers(("Attention",)),
-    "embed_norm": RoleLayers(("VocabParallelEmbedding", "RMSNorm")),
-    "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4),
-    "experts.fp8_block": RoleLayers((_MOE,), "fp8"),
-    "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4),
-    "experts.sum.oai": RoleLayers((_MOE,), _MXFP4),
-    "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
-    "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",)),
+    "add_norm_route": RoleLayers(
+        (_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4, counted="experts"
+    ),
+    "decode_attention": RoleLayers(("Attention",), counted="attention"),
+    "embed_norm": RoleLayers(("VocabParallelEmbedding", "RMSNorm"), counted="step"),
+    "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
+    "experts.fp8_block": RoleLayers((_MOE,), "fp8", counted="experts"),
+    "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
+    "experts.sum.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
+    "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4, counted="experts"),
+    "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",), counted="state"),
     "norm.gemma": RoleLayers(("GemmaRMSNorm",)),
     "linear": RoleLayers((_LINEAR,), plain=True),
     "linear_fp8": RoleLayers((_LINEAR,), "fp8"),
-    "lm_head": RoleLayers(("ParallelLMHead",)),
-    "lm_head.greedy": RoleLayers(("LogitsProcessor",)),
-    "mamba2_decode": RoleLayers(("MambaMixer2",)),
-    "mla_decode": RoleLayers(("MLAAttention|MultiHeadLatentAttentionWrapper",)),
-    "moe_block": RoleLayers((_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4),
+    "lm_head": RoleLayers(("ParallelLMHead",), counted="step"),
+    "lm_head.greedy": RoleLayers(("LogitsProcessor",), counted="step"),
+    "mamba2_decode": RoleLayers(("MambaMixer2",), counted="state"),
+    "mla_decode": RoleLayers(
+        ("MLAAttention|MultiHeadLatentAttentionWrapper",), counted="attention"
+    ),
+    "moe_block": RoleLayers(
+        (_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4, counted="experts"
+    ),
     "norm.plain": RoleLayers(("RMSNorm",)),
-    "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS)),
-    "qkv_rope_kv": RoleLayers(("Attention", "get_rope", "QKVParallelLinear"), plain=True),
+    "qk_norm_rope": RoleLayers(("get_rope", "RMSNorm", *_HEAD_NORMS), counted="attention"),
+    "qkv_rope_kv": RoleLayers(
+        ("Attention", "get_rope", "QKVParallelLinear"), plain=True, counted="attention"
+    ),
     "quantize_fp8": RoleLayers((_LINEAR,), "fp8"),
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
-    "rope_kv": RoleLayers(("Attention", "get_rope")),
-    "router.oai": RoleLayers((_MOE,), _MXFP4),
-    "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),)),
-    "sampler.greedy": RoleLayers(("LogitsProcessor",)),
-    "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",)),
+    "rope_kv": RoleLayers(("Attention", "get_rope"), counted="attention"),
+    "router.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
+    "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),), counted="experts"),
+    "sampler.greedy": RoleLayers(("LogitsProcessor",), counted="step"),
+    "sampler.top_k_top_p": RoleLayers(("LogitsProcessor",), counted="step"),
 }
 """By the name of the patch point."""
 
@@ -117,6 +133,37 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         )
     flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
+
+
+def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+    """How often a step of decode comes by a patch point, by the layers of transformers' model.
+
+    Args:
+        point: the point's name.
+        config: the model's config.json; `of_model` has found that it has layers of the point.
+
+    Returns:
+        The number of calls; None where neither config.json nor transformers tells.
+    """
+    kind = LAYERS[point].counted
+    if kind is None or kind == "step":
+        return None if kind is None else 1
+    try:
+        plain = {name: value for name, value in config.items() if name != "quantization_config"}
+        model = without_weights(plain)
+    except PatcherError:  # vLLM has models that transformers lacks
+        return None
+    text = model.config.get_text_config(decoder=True)
+    if kind == "experts":
+        names = (name for name, _ in model.named_parameters())
+        return len({found[1] for found in map(_OF_EXPERTS.match, names) if found}) or None
+    kinds: list[str] = (
+        getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    )
+    if not kinds:
+        return int(text.num_hidden_layers)
+    states = sum(bool(_HAS_STATE.search(each)) for each in kinds)
+    return states + kinds.count(_BOTH) if kind == "state" else len(kinds) - states
 
 
 def must_fit(point: str, model: Mapping[str, Any]) -> None:

@@ -14,9 +14,10 @@ _OPS = Path(__file__).parent.parent
 _START = runpy.run_path(str(_OPS / "add_rms_norm_route" / "inputs.py"))
 _EXPERTS = runpy.run_path(str(_OPS / "moe_matmul_swiglu" / "inputs.py"))
 
-REGIMES = (*_START["REGIMES"], "scales", "clamped")
+REGIMES = (*_START["REGIMES"], "scales", "clamped", "one_hot")
 """`normal` is timed; the judge adds generic regimes (zeros, NaN, ...), but for the block's own
-`ones` and `large`, as in add_rms_norm_route."""
+`ones` and `large`, as in add_rms_norm_route, and `one_hot`: the judge's gains of one element would
+leave a few numbers of output, too few to compare the errors of roundings before."""
 
 
 class Point(Protocol):
@@ -49,8 +50,15 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     # what the activation gives is large where sums are long: results stay of order one to ten
     smaller = (inner // 256).bit_length()
     weight, router = start["weight"], start["router_weight"]
+    if regime == "normal" and tokens > 1:  # epsilon is as large as a token's mean square
+        for name in ("input", "residual"):
+            start[name][-1] /= 256
     if regime == "clamped":  # most sums exceed the limit, and the logits are the usual ones
         weight, router = weight * 16, router / 16
+    if regime == "one_hot":  # each token in turn shows the weights of one or two of its numbers
+        for name in ("input", "residual"):
+            hot = torch.rand(tokens, hidden, generator=generator, device=device).argmax(1)
+            start[name] = torch.nn.functional.one_hot(hot, hidden).to(dtype)
     first = ("input", "residual", "weight", "router_weight", "router_bias")
     return {
         **{name: start[name] for name in first},
@@ -58,7 +66,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         "router_weight": router,
         "gate_up_weights": gate_up["weights"],
         "gate_up_scales": gate_up["scales"],
-        "gate_up_bias": normal(experts, 2 * inner),
+        "gate_up_bias": 3.0 * normal(experts, 2 * inner),  # some sums exceed the limit
         "down_weights": down["weights"],
         "down_scales": down["scales"] - smaller * (down["scales"] > 0).to(torch.uint8),
         "down_bias": normal(experts, hidden),

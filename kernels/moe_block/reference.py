@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+PARTS = 32
+"""The number of parts into which the control splits each sum."""
 
 
 def reference(**given: Any) -> dict[str, Tensor]:
@@ -71,11 +73,11 @@ def _normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _product(rows: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    """bias + rows @ matrix.T; in bfloat16 rounded after every 16 numbers."""
+    """bias + rows @ matrix.T; in bfloat16 each sum is rounded `PARTS` times."""
     if rows.dtype is torch.float64:
         return rows @ matrix.double().T + bias.double()
     sums = bias.to(rows.dtype).expand(len(rows), -1)
-    for left, right in zip(rows.split(16, 1), matrix.split(16, 1), strict=True):
+    for left, right in zip(rows.chunk(PARTS, 1), matrix.chunk(PARTS, 1), strict=True):
         sums = (sums.float() + left.float() @ right.float().T).to(rows.dtype)
     return sums
 

@@ -59,6 +59,11 @@ def test_a_sound_op_passes(tmp_path: Path) -> None:
             "def reference(**given): return {'out': given['x'].double() * float('nan')}",
             "reference gives NaN in out on normal inputs",
         ),
+        (
+            "reference.py",
+            "old = reference\n\ndef reference(**a): return {'out': old(**a)['out'].float()}",
+            "reference gives out in float32",
+        ),
         ("inputs.py", "del REGIMES", "defines no REGIMES"),
         ("inputs.py", "def make(*given): 1 / 0", "make in .* ZeroDivisionError"),
         ("inputs.py", "def make(*given): return {}", "make gives nothing, not a tensor for x"),

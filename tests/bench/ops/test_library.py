@@ -44,7 +44,7 @@ NAMES = (
     "add_rms_norm_route",
     *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
     *("gemma_rms_norm", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode", "mla_decode"),
-    *("moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("moe_block", "moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("qk_norm_rope", "qkv_rope_kv_update", "quantize_fp8", "reduce_add_rms_norm", "rms_norm"),
     "rms_norm_quant_fp8",
     *("rope", "rope_kv_update", "sample_argmax", "sample_top_k_top_p", "silu_and_mul"),
@@ -151,7 +151,9 @@ def test_tensors_that_are_written_in_part_are_those_with_elements_that_stay() ->
 def test_the_planted_control_is_told_from_the_honest_baseline(name: str) -> None:
     op = OPS[name]
     for sweep in op.contract.sweeps:
-        case = served(op, sweep.points()[4], "normal", 5)
+        if (name, sweep.device) == ("moe_block", "cuda"):  # experts too large for a CPU
+            sweep = op.sweep("cpu").model_copy(update={"dtypes": sweep.dtypes})
+        case = served(op, sweep.points()[:5][-1], "normal", 5)
         inputs, expected = problem(op, case)
         scalars = scalars_by_name(op, case)
         assert value_problem(op, [case], [expected], [op.control(**inputs, **scalars)]) is not None
@@ -379,6 +381,8 @@ WRONG = {
     "embed_norm": ("wide * scale * weight.float()", "wide * scale"),
     # the rotated part is a key alone
     "mla_decode": ("rows[:, : out.shape[2]]", "rows[:, -out.shape[2] :]"),
+    # the norm that follows the block has the gain of the one before
+    "moe_block": ("normed(stream, next_weight,", "normed(stream, weight,"),
     # no expert is the last one
     "moe_experts_fp8_block": ("ids[ids >= 0].unique()", "ids.unique()"),
     # one token fewer

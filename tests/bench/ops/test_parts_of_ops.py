@@ -17,7 +17,7 @@ from torch import Tensor
 
 from patcher.bench import Op, UsageError, load_op, load_ops
 
-BLOCKS = ("add_rms_norm_route", "lm_head_argmax", "qkv_rope_kv_update")
+BLOCKS = ("add_rms_norm_route", "lm_head_argmax", "moe_block", "qkv_rope_kv_update")
 JUDGED_WITHOUT = {"moe_matmul_down", "reduce_add_rms_norm"}
 """Their committed verdicts are of digests of their own files alone."""
 
@@ -65,7 +65,7 @@ def test_what_an_op_runs_of_others_is_in_its_digest(
     assert bool(op.contract.reads) == (name in BLOCKS)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "moe_block"])
 def test_torch_compile_takes_the_eager_chain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the module of every function that it inlines; no code is generated here."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -109,6 +109,8 @@ def in_turn(name: str, given: dict[str, Any]) -> dict[str, Tensor]:
         logits = part["linear"](*wide)["output"]
         routed = part["moe_route"](logits.to(given["logits"].dtype), **tables)
         return {**norm, "logits": logits, **routed}
+    if name == "moe_block":
+        return experts_in_turn(part, given)
     if name == "lm_head_argmax":
         wide = given["x"], given["weight"], given["x"].new_empty(0), given["x"]
         logits = part["linear"](*wide)["output"]
@@ -126,9 +128,44 @@ def in_turn(name: str, given: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def experts_in_turn(part: dict[str, Any], given: dict[str, Any]) -> dict[str, Tensor]:
+    def taken(*names: str, prefix: str = "") -> dict[str, Any]:
+        return {name: given[prefix + name] for name in names}
+
+    chosen = given["chosen"]
+    start = part["add_rms_norm_route"](
+        **taken("input", "residual", "weight", "router_weight", "router_bias", "logits", "epsilon"),
+        **{"gather_index": chosen.view(-1), "tile_map": chosen.new_empty(4, chosen.numel())},
+    )
+    tables = {name: start[name].int() for name in ("histogram", "token_offsets")}
+    tables["tile_map"] = chosen
+    packed = ("weights", "scales", "bias")
+    active = part["moe_matmul_swiglu"](
+        **{"x": start["input"], "gather_index": start["gather_index"].int()},
+        **taken(*packed, prefix="gate_up_") | tables | taken("alpha", "limit"),
+        output=chosen.new_empty(chosen.numel(), given["gate_up_bias"].shape[1] // 2),
+    )["output"]
+    row_map = start["scatter_index"].int().view(chosen.shape)
+    rows = part["moe_matmul_down"](
+        **{"x": active, "gate_scales": start["gate_scales"], "row_map": row_map},
+        **taken(*packed, prefix="down_") | tables,
+        output=chosen.new_empty(chosen.numel(), given["total"].shape[1]),
+    )["output"]
+    end = part["reduce_add_rms_norm"](
+        rows, row_map, start["residual"], given["next_weight"], given["output"], given["epsilon"]
+    )
+    expert = torch.repeat_interleave(tables["histogram"])[row_map.long()]
+    logits, total = start["logits"], end["residual"]
+    return {"logits": logits, "chosen": expert.double(), "total": total, "output": end["output"]}
+
+
 _PARTS = {
     "add_rms_norm_route": ("fused_add_rms_norm", "linear", "moe_route"),
     "lm_head_argmax": ("linear", "sample_argmax"),
+    "moe_block": (
+        *("add_rms_norm_route", "moe_matmul_swiglu", "moe_matmul_down"),
+        "reduce_add_rms_norm",
+    ),
     "qkv_rope_kv_update": ("linear", "rope_kv_update"),
 }
 

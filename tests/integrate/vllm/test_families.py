@@ -13,6 +13,7 @@ from vllm_here import needs_vllm
 from patcher import bench
 from patcher.bench.engines.architecture import published_config
 from patcher.integrate import Patch, verify
+from patcher.integrate.places import calls_in_step
 from patcher.integrate.vllm import families
 from patcher.integrate.vllm.places import LAYERS, RoleLayers, of_model
 from patcher.integrate.vllm.points import POINTS
@@ -131,6 +132,30 @@ def test_a_patch_says_whether_a_model_has_layers_for_it(
     with pytest.raises(bench.UsageError, match="there is no folder or file"):
         published_config(str(tmp_path / "nowhere"))
     assert published_config("gpt-oss-20b")["quantization_config"]["quant_method"] == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("model", "calls"),
+    [  # attention, experts, states; as the models' publishers say
+        ("gpt-oss-20b", (24, 24, None)),
+        ("qwen3-8b", (36, None, None)),
+        ("qwen3-30b-a3b-fp8", (48, 48, None)),
+        ("qwen3-next-80b-a3b", (12, 48, 36)),
+        ("granite-4.0-h-tiny", (4, 40, 36)),
+        ("glm-4.7-flash", (47, 46, None)),
+    ],
+)
+def test_a_config_tells_how_often_a_step_comes_by(
+    model: str, calls: tuple[int | None, ...]
+) -> None:
+    config = published_config(model)
+    points = "decode_attention", "experts.fp8_block", "mamba2_decode"
+    told = [calls_in_step("vllm", point, config) for point in points]
+    # whether it has layers with a state is for `of_model` to say
+    assert tuple(told[: 3 if calls[2] else 2]) == calls[: 3 if calls[2] else 2]
+    assert calls_in_step("vllm", "sampler.greedy", config) == 1
+    assert calls_in_step("vllm", "add_norm", config) is None, "not by the config alone"
+    assert calls_in_step("vllm", "decode_attention", {**config, "model_type": "newest"}) is None
 
 
 def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@
 #   one for each token to the end. Nothing was tuned.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: 5f9dea66b8a96e2b1f995ba18c8257ec1e856fff5586039b03aaff8c2ab9b288
+# Digest: 8f8f8b74df0c5ec7242797a700c8b7ada8e267272dcfb5f26c3392e1eb0fc058
 
 import torch
 import triton
@@ -122,9 +122,9 @@ def moe_block_expert_kernel(
     token = tl.arange(0, ROWS)
     choice = tl.full((ROWS,), -1, tl.int32)  # a token has chosen an expert once, if at all
     for k in tl.static_range(TOP_K):
-        at = token * TOP_K + k
-        theirs = tl.load(chosen_ptr + at, mask=token < tokens, other=-1)
-        choice = tl.where(theirs == expert, at, choice)
+        number = token * TOP_K + k
+        theirs = tl.load(chosen_ptr + number, mask=token < tokens, other=-1)
+        choice = tl.where(theirs == expert, number, choice)
     mine = choice >= 0
     if tl.max(choice, 0) >= 0:
         row = token if SWIGLU else choice
