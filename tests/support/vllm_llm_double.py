@@ -1,8 +1,8 @@
 """A double of the class `vllm.LLM`, for vLLM's own offline benchmarks on a CPU.
 
-Put into a process by `sitecustomize`, it stands for the module `vllm.entrypoints.llm`. It answers
-prompts with as many tokens as are asked for, after a known time, and writes down what it was given
-into the file `SEEN`, which `sitecustomize` says.
+Put into a process by `stand_in`, which its `sitecustomize` calls, it stands for the module
+`vllm.entrypoints.llm`. It answers prompts with as many tokens as are asked for, after a known time,
+and writes down what it was given.
 """
 
 from __future__ import annotations
@@ -73,5 +73,10 @@ class LLM:
             seen.write(json.dumps(line) + "\n")
 
 
-sys.modules["vllm.entrypoints.llm"] = module = ModuleType("vllm.entrypoints.llm")
-module.LLM = LLM  # type: ignore[attr-defined]
+def stand_in(seen: str) -> None:
+    """Put the double in its place in this process, and write what it sees into a file."""
+    global SEEN
+    SEEN = Path(seen)
+    module = ModuleType("vllm.entrypoints.llm")
+    module.LLM = LLM  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module

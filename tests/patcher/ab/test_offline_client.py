@@ -41,8 +41,7 @@ def test_the_real_benchmark_takes_our_arguments_and_its_result_is_read(
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     (doubles / "sitecustomize.py").write_text(
-        "import pathlib, vllm_doubles, vllm_llm_double\n"
-        f"vllm_llm_double.SEEN = pathlib.Path({str(seen)!r})\n"
+        f"import vllm_doubles, vllm_llm_double\nvllm_llm_double.stand_in({str(seen)!r})\n"
     )
     (doubles / "datasets.py").write_text("load_dataset = None  # of data that is not used\n")
     path = [str(doubles), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
