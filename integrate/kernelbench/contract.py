@@ -71,11 +71,17 @@ class NamedTensor(Record):
     low: float
     high: float
     table: str = ""
+    triangle: str = ""
 
     @property
     def given(self) -> bool:
         """Whether only the op's inputs.py chooses its values."""
-        return self.dtype != "float32" or self.drawn == "table"
+        return self.dtype != "float32" or self.drawn == "table" or self.triangle != ""
+
+    @property
+    def summary(self) -> str:
+        zero = {"triu": ", zero below its diagonal", "tril": ", zero above its diagonal"}
+        return f"{self.kind} {self.target}{zero.get(self.triangle, '')}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
             low=each.low,
             high=each.high,
             table=_table(each),
+            triangle=each.triangle,
         )
         for index, each in enumerate(trace.tensors)
     ]
@@ -125,7 +132,7 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
             "access": "read",
             "values": "given" if each.given else "any",
             "constant": each.kind != "input",
-            "summary": f"{each.kind} {each.target}",
+            "summary": each.summary,
         }
         for each in read
     ]

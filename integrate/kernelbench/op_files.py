@@ -74,6 +74,7 @@ def op_files(
         "number": precision.number,
         "tf32": precision.tf32,
         "tensors": _rows(op.tensors),
+        "triangles": _triangles(op.tensors),
         "written": _writes(contract),
         "regimes": (
             *OWN,
@@ -116,6 +117,15 @@ def _rows(tensors: list[NamedTensor]) -> str:
         for each in tensors
     ]
     return "\n        ".join(rows)
+
+
+def _triangles(tensors: list[NamedTensor]) -> str:
+    rows = [
+        f'    tensors["{each.name}"] = tensors["{each.name}"].{each.triangle}()\n'
+        for each in tensors
+        if each.triangle
+    ]
+    return "".join(rows)
 
 
 def _writes(contract: Contract) -> str:
@@ -209,7 +219,7 @@ def make(point, generator, regime):
         {written}
     }}
     tensors = {{name: _drawn(row, generator, regime) for name, row in read.items()}}
-    for name, (dtype, shape) in written.items():
+{triangles}    for name, (dtype, shape) in written.items():
         fill = math.nan if dtype == "float32" else -1
         kind = getattr(torch, dtype)
         tensors[name] = torch.full(shape, fill, dtype=kind, device=generator.device)

@@ -35,6 +35,8 @@ def drawn(sample: Any, kind: str) -> dict[str, Any]:
     low, high = float(flat.min()), float(flat.max())
     if not math.isfinite(low) or not math.isfinite(high):
         return table(sample)
+    if kind == "input" and (triangle := _triangle(sample)):
+        return {**drawn(flat[flat != 0], "triangle"), "triangle": triangle}
     if dtype in EXACT:
         if kind != "input":
             return table(sample)
@@ -49,6 +51,14 @@ def drawn(sample: Any, kind: str) -> dict[str, Any]:
     if high - low < 1.25 * math.sqrt(12) * std or part.numel() < 8:
         return {"drawn": "uniform", "low": low, "high": high}
     return {"drawn": "normal", "low": mean, "high": std}
+
+
+def _triangle(sample: Any) -> str:
+    """The function that leaves each matrix as it is, where the others are zero: triu or tril."""
+    if sample.dim() < 2 or min(sample.shape[-2:]) < 4 or not sample.is_floating_point():
+        return ""
+    found = [name for name in ("triu", "tril") if sample.equal(getattr(sample, name)())]
+    return found[0] if len(found) == 1 else ""
 
 
 def table(sample: Any) -> dict[str, Any]:

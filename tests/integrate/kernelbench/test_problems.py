@@ -19,6 +19,7 @@ import torch
 from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
 from patcher.bench.judge import JudgeSettings, open_judge, regimes
 from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.ops.op import Op
 from patcher.cli import main
 from patcher.integrate import import_kernel
 from patcher.integrate.formats.foreign_contract import Refused
@@ -448,6 +449,34 @@ def test_a_kernel_need_not_fold_a_norm_as_pytorch_does(
             [right] = op.reference(**values).values()
             torch.testing.assert_close(right, plain, equal_nan=True)
             assert plain.isnan().any()
+
+
+TRIANGLES = """import torch
+class Model(torch.nn.Module):
+    def forward(self, a, b, c): return torch.tril(a @ b) + c
+def get_inputs(): return [torch.rand(16, 24).tril(), torch.randn(24, 16).triu(), torch.rand(16, 16)]
+def get_init_inputs(): return []
+"""
+
+
+def test_a_triangle_stays_one(tmp_path: Path) -> None:
+    file = tmp_path / "1_triangles.py"
+    file.write_text(TRIANGLES)
+    [name] = import_kernel(file, tmp_path / "ops").ops
+    op = Op(tmp_path / "ops" / name)
+    a, b, c = op.contract.tensors[:3]
+    assert [each.values for each in (a, b, c)] == ["given", "given", "any"]
+    assert a.summary == "input a, zero above its diagonal"
+    assert b.summary == "input b, zero below its diagonal"
+    for regime in op.inputs.REGIMES:
+        [point, *_] = op.sweep("cpu").points()
+        made = op.inputs.make(point, torch.Generator().manual_seed(1), regime)
+        assert not made[a.name].triu(1).any()
+        assert not made[b.name].tril(-1).any()
+        assert made[c.name].triu(1).any()
+    usual = op.inputs.make(op.sweep("cpu").points()[-1], torch.Generator().manual_seed(1), "normal")
+    inside = usual[b.name][usual[b.name] != 0]
+    assert 0.7 < float(inside.std()) < 1.3, "of the triangle alone"
 
 
 def test_refused_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
