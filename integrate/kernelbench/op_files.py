@@ -81,6 +81,8 @@ def op_files(
             *(PLANTED if any(word in each for each in body.lines for word in LOOSE) else ()),
         ),
     }
+    attends = any("scaled_dot_product_attention" in line for line in body.lines)
+    values["attention"], values["returned"] = ATTENTION if attends else ("", RETURNED)
     packed(form_of(trace.result, len(written)), written)
     record = ProblemRecord(
         op=contract.name,
@@ -139,14 +141,21 @@ def _sizes(shape: tuple[str, ...]) -> str:
     return f"({', '.join(sizes)},)" if sizes else "()"
 
 
+RETURNED = "return module(*given, number)"
+ATTENTION = (
+    "from torch.nn.attention import SDPBackend, sdpa_kernel\n",
+    "with sdpa_kernel(SDPBackend.MATH):  # by its formula: the CPU's fused kernel makes NaN zeros\n"
+    f"        {RETURNED}",
+)
+"""What a reference with attention has."""
+
 REFERENCE = '''"""{title}: its graph in float64, and the control that must fail.
 
 Written from a trace of {origin}'s {file}, of whose text nothing is here.
 """
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
+{attention}
 aten = torch.ops.aten
 OUTPUTS = {outputs!r}
 
@@ -159,8 +168,7 @@ def module({read}, number):
 def in_numbers(tensors, number):
     """The results with every floating-point tensor in another dtype."""
     given = [each.to(number) if each.is_floating_point() else each for each in tensors]
-    with sdpa_kernel(SDPBackend.MATH):  # by its formula: the CPU's fused kernel makes NaN zeros
-        return module(*given, number)
+    {returned}
 
 
 def reference({names}):
