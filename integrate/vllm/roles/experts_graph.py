@@ -88,11 +88,9 @@ def for_each_call(
         A reason for each call that was left.
     """
     reasons: list[str] = []
-    known, others = (EXPERTS, SHARED_EXPERTS), (MOE_BLOCK, *others)
-    named = [(node, operator_name(node)) for node in module.graph.nodes]
-    calls = [(node, name) for node, name in named if name in known or name.startswith(others)]
-    for index, (call, name) in enumerate(calls):
-        if name.startswith(MOE_BLOCK):
+    calls = [node for node in module.graph.nodes if calls_experts(node, *others)]
+    for index, call in enumerate(calls):
+        if operator_name(call).startswith(MOE_BLOCK):
             continue
         try:
             replace(call, index)
@@ -101,6 +99,12 @@ def for_each_call(
     module.graph.lint()
     module.recompile()
     return reasons
+
+
+def calls_experts(node: fx.Node, *others: str) -> bool:
+    """Whether a node calls experts, maybe in a block; for `others`, see `for_each_call`."""
+    name = operator_name(node)
+    return name in (EXPERTS, SHARED_EXPERTS) or name.startswith((MOE_BLOCK, *others))
 
 
 class ExpertsAndNorm:
