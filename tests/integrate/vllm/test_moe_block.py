@@ -286,6 +286,27 @@ def test_experts_that_run_side_by_side_keep_their_order(config: Any, model: Any)
     }
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, 65])
+def test_a_part_of_what_is_read_later_is_not_written(tokens: int, config: Any, model: Any) -> None:
+    """vLLM's own norm and router, which run beyond the guards, write what the block is given."""
+    mix, seen = model.layers[0].attn.forward, list[Any]()
+
+    def attend(hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        seen.append(torch.cat([mix(hidden, positions)] * 2, 1))
+        return seen[0][:, :HIDDEN]
+
+    def forward(*given: Any) -> Any:
+        return model.forward(*given) + seen.pop()[:, :HIDDEN]
+
+    model.layers[0].attn.forward = attend
+    expected, kernel = run(config, forward, tokens), dispatching()
+    with patched(POINT, kernel):
+        must_be_near(run(config, compiled(forward), tokens), expected)
+    assert calls(kernel) == (tokens == TOKENS)
+    part = "what the norm is given is read later as a part of something else"
+    assert kernel.book.fallbacks[part] == 1
+
+
 @pytest.mark.parametrize("change", LEFT)
 def test_what_it_leaves_is_fused_by_the_points_of_its_parts(
     change: str, config: Any, model: Any
