@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import itertools
 import logging
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from patcher.bench import PatcherError, UsageError
@@ -29,7 +31,7 @@ LOADS = ("load_model", "reload_weights", "finish_weight_update")
 """Methods of workers after which layers may be others."""
 WARMS_UP = "compile_or_warm_up_model"
 FACTOR = "PATCHER_DIGESTS"
-"""The key by which the digests of the patches enter vLLM's hash of compiled code."""
+"""The key by which the patches and the patcher enter vLLM's hash of compiled code."""
 
 _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
@@ -38,6 +40,18 @@ _READ_BY_WORKERS = (
     "PATCHER_BUILD_TIMEOUT_S",
 )
 """Variables that a worker needs; keys of models are none of them."""
+
+
+def code_digest(folder: Path) -> str:
+    """Of the code that rewrites graphs: vLLM traces none of it, and so cannot know that it changed.
+
+    Args:
+        folder: of the package.
+    """
+    found = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class VllmPlugin:
@@ -62,6 +76,7 @@ class VllmPlugin:
             config = worker.vllm_config
             with sources.module("vllm.config").set_current_vllm_config(config):
                 self.enter(worker, config.parallel_config.tensor_parallel_size)
+            self._part_folders(config.compilation_config)
             self._follow(worker.worker, config)
 
         init_device.plugin = self  # type: ignore[attr-defined]
@@ -117,8 +132,9 @@ class VllmPlugin:
         known: dict[str, Any] = sources.module("vllm.envs").environment_variables
         if digests := self.active.digests:
             # `envs.compile_factors` hashes every entry of this table, so compiled code with other
-            # patches, or without any, lies in another folder
-            known[FACTOR] = lambda: digests
+            # patches, or without any, or as another patcher rewrote it, lies in another folder
+            factor = f"{digests} {code_digest(Path(__file__).parents[1])}"
+            known[FACTOR] = lambda: factor
         if self.active.installed and (note := sources.untested()):
             log.warning("%s", note)
         for item in self.active.installed:
@@ -166,6 +182,18 @@ class VllmPlugin:
     @property
     def _installed(self) -> list[Installed]:
         return [] if self.active is None else self.active.installed
+
+    def _part_folders(self, compilation: Any) -> None:
+        """Give compiled code its own place in a folder that the user named, which vLLM does not
+        tell apart by its hash: code of other graphs would be run for these."""
+        if not compilation.cache_dir:
+            return
+        folder = Path(compilation.cache_dir)
+        if folder.name.startswith("patcher-"):  # the same engine starts again
+            folder = folder.parent
+        if factor := sources.module("vllm.envs").environment_variables.get(FACTOR):
+            folder /= f"patcher-{hashlib.sha256(factor().encode()).hexdigest()[:12]}"
+        compilation.cache_dir = str(folder)
 
     @property
     def _strict(self) -> bool:

@@ -23,6 +23,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     form_of,
     label_of,
     operator_name,
+    reads_later,
     value_of,
 )
 
@@ -88,11 +89,9 @@ def for_each_call(
         A reason for each call that was left.
     """
     reasons: list[str] = []
-    known, others = (EXPERTS, SHARED_EXPERTS), (MOE_BLOCK, *others)
-    named = [(node, operator_name(node)) for node in module.graph.nodes]
-    calls = [(node, name) for node, name in named if name in known or name.startswith(others)]
-    for index, (call, name) in enumerate(calls):
-        if name.startswith(MOE_BLOCK):
+    calls = [node for node in module.graph.nodes if calls_experts(node, *others)]
+    for index, call in enumerate(calls):
+        if operator_name(call).startswith(MOE_BLOCK):
             continue
         try:
             replace(call, index)
@@ -101,6 +100,12 @@ def for_each_call(
     module.graph.lint()
     module.recompile()
     return reasons
+
+
+def calls_experts(node: fx.Node, *others: str) -> bool:
+    """Whether a node calls experts, maybe in a block; for `others`, see `for_each_call`."""
+    name = operator_name(node)
+    return name in (EXPERTS, SHARED_EXPERTS) or name.startswith((MOE_BLOCK, *others))
 
 
 class ExpertsAndNorm:
@@ -140,10 +145,10 @@ class ExpertsAndNorm:
         if not isinstance(residual, fx.Node) or residual.op == "placeholder":
             raise NotFusedError("a residual that belongs to the caller")
         self.residual = residual
-        if not self.in_place:
-            self._must_own_its_arguments(readers)
         if form_of(residual) != form_of(self._x) or form_of(self._hidden) != form_of(self._x):
             raise NotFusedError("a residual of another shape")
+        if not self.in_place:
+            self._must_own_its_arguments(readers)
 
     def _must_own_its_arguments(self, readers: list[fx.Node]) -> None:
         """Check that vLLM gives the norm both tensors to keep, so that they may be written.
@@ -162,6 +167,8 @@ class ExpertsAndNorm:
             raise NotFusedError("a norm that leaves its arguments to others")
         if any(user.target is not operator.getitem for user in self.norm.users):
             raise NotFusedError("another kind of norm")
+        if reads_later(self.norm.graph, self.residual, self.norm, set(), "example_value"):
+            raise NotFusedError("what the norm is given is read later as a part of something else")
 
     def replace(self, operators: FusedOperators, top_k: int) -> None:
         """Put the fused operators in the place of both nodes."""

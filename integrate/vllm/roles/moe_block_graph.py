@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from patcher.integrate.vllm.roles.experts_graph import ExpertsAndNorm, for_each_call
+from patcher.integrate.vllm.roles.experts_graph import (
+    ExpertsAndNorm,
+    calls_experts,
+    for_each_call,
+)
 from patcher.integrate.vllm.roles.graph_reads import (
     NotFusedError,
+    between,
     label_of,
     readers,
     reads_later,
     value_of,
 )
-from patcher.integrate.vllm.roles.route_graph import NormAndRouter
+from patcher.integrate.vllm.roles.route_graph import OTHER_EXPERTS, NormAndRouter
 
 
 def fuse(
@@ -68,6 +73,9 @@ class _Block:
             raise NotFusedError("another residual stream before the experts than after them")
         if value_of(self.start.epsilon) != value_of(self.end.epsilon):
             raise NotFusedError("an epsilon before the experts and another one after them")
+        if any(calls_experts(node, OTHER_EXPERTS) for node in between(call, self.end.norm)):
+            # vLLM may count calls to know a layer, and the block is called where its end is
+            raise NotFusedError("other experts run before the norm after these")
         self._call = call
         self._must_be_read_by_none_else()
 

@@ -23,6 +23,7 @@ from patcher.integrate.vllm.roles.graph_reads import (
     label_of,
     operator_name,
     readers,
+    reads_later,
     value_of,
 )
 from patcher.integrate.vllm.roles.linear_graph import linear_of, plain
@@ -117,9 +118,14 @@ class NormAndRouter:
         given = isinstance(target, torch._ops.OpOverload) and (
             target._overloadname == "maybe_inplace"
         )
-        users = {*self.x.users, *self.residual.users}
+        both = self.x, self.residual
+        users = {user for each in both for user in each.users}
         if not given or any(self._place[user] > later for user in users):
             raise NotFusedError("a norm that leaves its arguments to others")
+        if any(
+            reads_later(self.norm.graph, each, self.norm, set(), "example_value") for each in both
+        ):
+            raise NotFusedError("what the norm is given is read later as a part of something else")
         if any(user.target is not operator.getitem for user in self.norm.users):
             raise NotFusedError("another kind of norm")
 

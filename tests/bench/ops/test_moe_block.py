@@ -30,6 +30,7 @@ RIGHT = {"float32 throughout": (), "as engines store": ENGINES}
 SORT = "torch.sort(order, dim=1, descending=True, stable=True).indices"
 WRONG = {
     "last of a tie": (SORT, f"order.shape[1] - 1 - {SORT.replace('order,', 'order.flip(1),')}"),
+    "the first 64 experts alone": ("0x7FFFFFFF, bits)", "0x7FFFFFFF, bits)[:, :64]"),
     "softmax over all": ("logits.gather(1, found).float(), 1)", "logits.float(), 1)"),
     "no next norm": ("copy_(normed(stream, next_weight, epsilon))", "copy_(stream * next_weight)"),
     "no bias": ("torch.addmm(bias, active", "torch.addmm(0 * bias, active"),

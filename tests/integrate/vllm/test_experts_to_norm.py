@@ -272,6 +272,25 @@ def _scaled(model: Any) -> None:
     model.layers[0].mlp.experts.routed_output_transform = torch.nn.Linear(HIDDEN, HIDDEN)
 
 
+PART = "what the norm is given is read later as a part of something else"
+
+
+def test_a_residual_of_which_a_view_is_read_later_is_not_written(config: Any, gpt_oss: Any) -> None:
+    model, kernel, seen = gpt_oss(), dispatching(), list[Any]()
+    [first, second] = model.layers
+    first.post_attention_layernorm.register_forward_hook(
+        lambda norm, args, out: seen.append(out[1].unflatten(1, (4, -1)))
+    )
+    second.input_layernorm.register_forward_hook(
+        lambda norm, args, out: (out[0] + seen.pop().flatten(1), out[1])
+    )
+    expected = run(config, model.forward)
+    with patched(kernel):
+        torch.testing.assert_close(run(config, compiled(model.forward)), expected)
+    assert sum(kernel.book.calls.values()) == 1
+    assert dict(kernel.book.fallbacks) == {PART: 1}
+
+
 CHANGED: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
     # what was switched on; pairs that are still fused; what is said of the others
     "weights offloaded: prefetch, or without UVA": (

@@ -175,8 +175,8 @@ def test_beside_the_points_of_its_parts_it_takes_their_place(
         assert dict(kernels[POINT].book.fallbacks) == {"tokens above 64": 2}
 
 
-def _hooked_router(model: Any) -> None:
-    model.layers[0].mlp.router.register_forward_hook(lambda layer, given, out: out * 2)
+def _hooked_router(model: Any, layer: int = 0) -> None:
+    model.layers[layer].mlp.router.register_forward_hook(lambda layer, given, out: out * 2)
 
 
 def _hooked_norm(model: Any) -> None:
@@ -263,6 +263,48 @@ def test_another_block_keeps_its_own_and_is_told(
         must_be_near(run(config, compiled(model.forward)), expected)
     assert calls(kernel) == 1
     assert dict(kernel.book.fallbacks) == {reason: 1}
+
+
+def test_experts_that_run_side_by_side_keep_their_order(config: Any, model: Any) -> None:
+    """vLLM may know a layer by how many were called before it; a block is called at its end."""
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        x, made = model.embedding(ids), []
+        for layer in model.layers:
+            hidden, stream = layer.post_attention_layernorm(layer.attn(x, positions), x * 2)
+            made.append((layer.mlp(hidden), stream))
+        return [model.norm(*each) for each in made]
+
+    _hooked_router(model, 1)  # the second stays vLLM's, so that the first must not follow it
+    expected, kernel = run(config, forward), dispatching()
+    with patched(POINT, kernel):
+        must_be_near(run(config, compiled(forward)), expected)
+    assert not calls(kernel)
+    assert dict(kernel.book.fallbacks) == {
+        "other experts run before the norm after these": 1,
+        "mul is no linear layer without quantisation": 1,
+    }
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 65])
+def test_a_part_of_what_is_read_later_is_not_written(tokens: int, config: Any, model: Any) -> None:
+    """vLLM's own norm and router, which run beyond the guards, write what the block is given."""
+    mix, seen = model.layers[0].attn.forward, list[Any]()
+
+    def attend(hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        seen.append(torch.cat([mix(hidden, positions)] * 2, 1))
+        return seen[0][:, :HIDDEN]
+
+    def forward(*given: Any) -> Any:
+        return model.forward(*given) + seen.pop()[:, :HIDDEN]
+
+    model.layers[0].attn.forward = attend
+    expected, kernel = run(config, forward, tokens), dispatching()
+    with patched(POINT, kernel):
+        must_be_near(run(config, compiled(forward), tokens), expected)
+    assert calls(kernel) == (tokens == TOKENS)
+    part = "what the norm is given is read later as a part of something else"
+    assert kernel.book.fallbacks[part] == 1
 
 
 @pytest.mark.parametrize("change", LEFT)

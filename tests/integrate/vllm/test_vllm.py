@@ -514,7 +514,7 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     import patcher.integrate.vllm as plugin
-    from patcher.integrate.vllm.plugin import FACTOR
+    from patcher.integrate.vllm.plugin import FACTOR, code_digest
 
     patch = Patch.create(
         tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
@@ -536,11 +536,17 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     worker.vllm_config, worker.global_rank = config, 3
     worker.worker, worker._worker_extension_cls = SimpleNamespace(init_device=lambda: None), None
     monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
+    # a folder that the user names, which vLLM takes as it is
+    monkeypatch.setattr(config.compilation_config, "cache_dir", str(tmp_path))
     try:
         worker.init_device()
         worker.init_device()
         assert "forward" in RMSNorm.__dict__
-        assert envs.compile_factors()[FACTOR] == patch.digest
+        # the patch, and the code that rewrites graphs for it
+        code = code_digest(Path(sources.__file__).parents[1])
+        assert envs.compile_factors()[FACTOR] == f"{patch.digest} {code}"
+        own = Path(config.compilation_config.cache_dir)
+        assert (own.parent, own.name[:8]) == (tmp_path, "patcher-")
         assert aot_compile_hash_factors(config)[0] != stock
         norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
         norm(torch.randn(2, 64), torch.randn(2, 64))
@@ -553,9 +559,21 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
         worker.init_device()
         assert "forward" not in RMSNorm.__dict__
         assert aot_compile_hash_factors(config)[0] == stock
+        assert config.compilation_config.cache_dir == str(tmp_path)
     finally:
         hooked.plugin.remove()
     assert WorkerWrapperBase.init_device is started
+
+
+def test_code_compiled_with_another_patcher_is_not_run(tmp_path: Path) -> None:
+    from patcher.integrate.vllm.plugin import code_digest
+
+    (tmp_path / "roles").mkdir()
+    (tmp_path / "roles" / "graph.py").write_text("fuse = 1\n")
+    first = code_digest(tmp_path)
+    assert code_digest(tmp_path) == first
+    (tmp_path / "roles" / "graph.py").write_text("fuse = 2\n")
+    assert code_digest(tmp_path) != first
 
 
 @needs_vllm
