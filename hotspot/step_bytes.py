@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patcher.bench import DTYPES, DType, UsageError
-from patcher.bench.engines.architecture import ModelSizes, published_config, sizes_of
+from patcher.bench.engines.architecture import (
+    ModelSizes,
+    has_cache,
+    keeps_state,
+    layer_kinds,
+    published_config,
+    sizes_of,
+)
 from patcher.bench.engines.model_config import model_config
 from patcher.hotspot.coverage import PLAIN
 from patcher.hotspot.rules import rules
@@ -23,10 +30,7 @@ _UNCONVERTED = {"norms", "embedding", "head", "router"}
 """Roles that checkpoints leave in the model's own dtype, unless a format is for them alone."""
 _EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Where a checkpoint lists the modules that it leaves as they are."""
-_STATES = re.compile(r"linear|mamba|recurrent|conv")
 _STATE = ("heads", "keys", "values", "key_heads", "kernel")
-_BOTH = "hybrid"
-"""A layer with attention and a state, such as Falcon-H1's."""
 
 
 @dataclass
@@ -273,22 +277,17 @@ def _cache(
     }
 
 
-def _kinds(text: Any) -> list[str]:
-    """What each layer is, as the configuration names it; empty: all are alike."""
-    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-
-
 def _windows(text: Any, layers: int) -> list[int | None]:
     """Of each layer the tokens that its attention sees, 0 for all; None without a KV cache."""
     window = getattr(text, "sliding_window", None) or 0
-    kinds = _kinds(text)
+    kinds = layer_kinds(text)
     if not kinds:
         used = getattr(text, "use_sliding_window", True)
         return [window if used else 0] * layers
     chunk = getattr(text, "attention_chunk_size", None) or 0
     found: list[int | None] = []
     for kind in kinds:
-        if _STATES.search(kind) or not ("attention" in kind or kind == _BOTH):
+        if not has_cache(kind):
             found.append(None)
         else:
             found.append(window if "sliding" in kind else chunk if "chunked" in kind else 0)
@@ -314,7 +313,7 @@ def _state_bytes(text: Any, item: int) -> float | None:
 
 def _states(text: Any, batch: int, item: int) -> tuple[RoleBytes, tuple[str, ...]]:
     """The states that a step reads and writes, and what of them is not known, in sentences."""
-    layers = sum(bool(_STATES.search(kind)) or kind == _BOTH for kind in _kinds(text))
+    layers = sum(map(keeps_state, layer_kinds(text)))
     size = _state_bytes(text, item)
     if not layers:
         return RoleBytes(), ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ activations, caches and what is in higher precision for a while."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLES, SAMPLE_BYTES = 32, 1 << 16
 """Of each file of weights: what trains, merges or quantises a model changes nearly all of it."""
+
+_STATES = re.compile(r"linear|mamba|recurrent|conv")
+_BOTH = "hybrid"
+"""A layer with attention and a state, such as Falcon-H1's."""
 
 LENGTHS = (
     "max_position_embeddings",
@@ -277,6 +282,21 @@ def sizes_of(config: Any) -> ModelSizes:
     """The sizes of a Hugging Face configuration; of its text decoder where it has other parts."""
     text = config.get_text_config(decoder=True)
     return _sizes(lambda name: getattr(text, name, None))
+
+
+def layer_kinds(text: Any) -> list[str]:
+    """What each layer of a text decoder is, as its configuration names it; empty: all are alike."""
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+
+
+def keeps_state(kind: str) -> bool:
+    """Whether such a layer keeps a state, as Mamba's do."""
+    return bool(_STATES.search(kind)) or kind == _BOTH
+
+
+def has_cache(kind: str) -> bool:
+    """Whether such a layer has attention with a KV cache."""
+    return kind == _BOTH or ("attention" in kind and not _STATES.search(kind))
 
 
 def stated_sizes(config: Mapping[str, Any]) -> ModelSizes:

@@ -186,7 +186,6 @@ def _builds(config: Mapping[str, Any], names: Sequence[str]) -> bool:
     Raises:
         UsageError: transformers cannot build it.
     """
-
     model = without_weights(config)
     return any(type(module).__name__ in names for module in model.modules())
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from patcher.bench import MissingError, PatcherError, VerificationError
-from patcher.bench.engines.architecture import quantization, text_part
+from patcher.bench.engines.architecture import (
+    has_cache,
+    keeps_state,
+    layer_kinds,
+    quantization,
+    text_part,
+)
 from patcher.bench.engines.vllm_options import EXPERTS
 from patcher.integrate.transformers.places import default_activation, without_weights
 from patcher.integrate.vllm.families import architectures
@@ -24,9 +30,6 @@ _ALL_LINEAR = ("awq", "fp8", "gptq")
 _SPARED = "ignored_layers", "modules_to_not_convert", "dynamic", "modules_in_block_to_quantize"
 """What such a format calls layers that it treats in another way."""
 _OF_EXPERTS = re.compile(r"(.*\.)?experts\.")
-_HAS_STATE = re.compile(r"linear|mamba|recurrent|conv")
-_BOTH = "hybrid"
-"""A layer with attention and a state, such as Falcon-H1's."""
 _BY_NAME = "get_act_and_mul_fn"
 """Builds the activation that a config.json names."""
 
@@ -157,13 +160,9 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     if kind == "experts":
         names = (name for name, _ in model.named_parameters())
         return len({found[1] for found in map(_OF_EXPERTS.match, names) if found}) or None
-    kinds: list[str] = (
-        getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    )
-    if not kinds:
+    if not (kinds := layer_kinds(text)):
         return int(text.num_hidden_layers)
-    states = sum(bool(_HAS_STATE.search(each)) for each in kinds)
-    return states + kinds.count(_BOTH) if kind == "state" else len(kinds) - states
+    return sum(map(keeps_state if kind == "state" else has_cache, kinds))
 
 
 def must_fit(point: str, model: Mapping[str, Any]) -> None:
