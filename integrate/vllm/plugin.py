@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ WARMS_UP = "compile_or_warm_up_model"
 FACTOR = "PATCHER_DIGESTS"
 """The key by which the patches and the patcher enter vLLM's hash of compiled code."""
 
+_OWN_FOLDER = re.compile(r"patcher-[0-9a-f]{12}")
+"""The place of patched code in a folder that the user named."""
 _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
     *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
@@ -189,7 +192,7 @@ class VllmPlugin:
         if not compilation.cache_dir:
             return
         folder = Path(compilation.cache_dir)
-        if folder.name.startswith("patcher-"):  # the same engine starts again
+        if _OWN_FOLDER.fullmatch(folder.name):  # the same engine starts again
             folder = folder.parent
         if factor := sources.module("vllm.envs").environment_variables.get(FACTOR):
             folder /= f"patcher-{hashlib.sha256(factor().encode()).hexdigest()[:12]}"

@@ -537,7 +537,8 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     worker.worker, worker._worker_extension_cls = SimpleNamespace(init_device=lambda: None), None
     monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
     # a folder that the user names, which vLLM takes as it is
-    monkeypatch.setattr(config.compilation_config, "cache_dir", str(tmp_path))
+    named = tmp_path / "patcher-cache"
+    monkeypatch.setattr(config.compilation_config, "cache_dir", str(named))
     try:
         worker.init_device()
         worker.init_device()
@@ -546,7 +547,7 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
         code = code_digest(Path(sources.__file__).parents[1])
         assert envs.compile_factors()[FACTOR] == f"{patch.digest} {code}"
         own = Path(config.compilation_config.cache_dir)
-        assert (own.parent, own.name[:8]) == (tmp_path, "patcher-")
+        assert (own.parent, own.name[:8]) == (named, "patcher-")
         assert aot_compile_hash_factors(config)[0] != stock
         norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
         norm(torch.randn(2, 64), torch.randn(2, 64))
@@ -559,7 +560,7 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
         worker.init_device()
         assert "forward" not in RMSNorm.__dict__
         assert aot_compile_hash_factors(config)[0] == stock
-        assert config.compilation_config.cache_dir == str(tmp_path)
+        assert config.compilation_config.cache_dir == str(named)
     finally:
         hooked.plugin.remove()
     assert WorkerWrapperBase.init_device is started
