@@ -7,26 +7,26 @@ processes CPU time and switches of context are counted. Steps that take longer t
 a profile wait for the host. OUT/host_steps.json has a row a window; a second call goes on where a
 first ended.
 
-`--beside` asks instead why an engine alone is slower than one beside an idle process, at batch 8:
-in one engine, windows alone take turns with windows beside a process that keeps a CPU busy; later
-the same, for what time alone changes; then beside one that only holds a CUDA context; and after it.
-Ratios to the first windows alone are told, with their range.
+`--beside` asks instead why an engine alone is slower than one beside an idle process, at batch 8,
+in one engine: windows alone; later again, for what time alone changes; then beside and after what
+may end it, from the least to the most: another process's CUDA context, a second context of this
+process with a memory fill in it, and another process's kernel. What ends it lasts, so that the
+first that is faster says what is enough. Ratios to the first windows are told, with their range.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +43,15 @@ CORES = {"in-process": True, "own-process": False}
 """Where the engine's core is; see `VllmEngine`."""
 TIMEOUT_S = 240
 BESIDE = "beside"
-ROUNDS = 6
-SPINS = "while True: pass"
+ROUNDS = 8
 HOLDS = """
-import sys, time, torch
-held = torch.zeros(1, device="cuda")
-torch.cuda.synchronize()
+import time, torch
+torch.cuda.mem_get_info()
+{}
 print("held", flush=True)
 time.sleep(3600)
 """
+LAUNCHES = 'torch.zeros(1, device="cuda"); torch.cuda.synchronize()'
 ALONE = "alone"
 
 
@@ -151,40 +151,72 @@ def run_beside(out: Path) -> None:
             return found
 
         samples = list[dict[str, Any]]()
-        rows = [row | sample for row, sample in zip(beside(measure), samples[1:], strict=True)]
+        rows = [
+            row | sample
+            for row, sample in zip(beside(measure, NEIGHBOURS), samples[1:], strict=True)
+        ]
     out.write_text(json.dumps(rows) + "\n", encoding="utf-8")
     engine.close()
 
 
 def beside(
-    measure: Callable[[int], HostWindow], holds: str = HOLDS, rounds: int = ROUNDS
+    measure: Callable[[int], HostWindow],
+    neighbours: Mapping[str, Callable[[], AbstractContextManager[None]]],
+    rounds: int = ROUNDS,
 ) -> list[dict[str, Any]]:
-    """Windows alone and beside a busy CPU in turns: at first, later, with a process that holds a
-    CUDA context, and after it. The first window warms up.
-
-    Args:
-        holds: the program of that process, which says so once it does.
-    """
+    """Windows alone, later, and beside and after each neighbour. The first window warms up."""
     seeds, rows = itertools.count(), list[dict[str, Any]]()
     measure(next(seeds))
-    with child(SPINS) as spinner:
 
-        def turns(when: str) -> None:
-            for _ in range(rounds):
-                for busy in (False, True):
-                    with contextlib.nullcontext() if busy else stopped(spinner):
-                        name = f"{when}, a busy CPU" if busy else when
-                        rows.append({"beside": name, **measure(next(seeds))._asdict()})
+    def windows(when: str) -> None:
+        for _ in range(rounds):
+            rows.append({"beside": when, **measure(next(seeds))._asdict()})
 
-        turns(ALONE)
-        turns(f"{ALONE}, later")
-        with child(holds) as holder:
-            assert holder.stdout is not None
-            if holder.stdout.readline() != b"held\n":
-                raise PatcherError("the process that holds a CUDA context ended")
-            turns("a CUDA context")
-        turns(f"{ALONE}, after it")
+    windows(ALONE)
+    windows(f"{ALONE}, later")
+    for name, neighbour in neighbours.items():
+        with neighbour():
+            windows(name)
+        windows(f"after {name}")
     return rows
+
+
+@contextmanager
+def holder(program: str) -> Iterator[None]:
+    """A process that says `held` once it holds what it should, until the end."""
+    with child(program) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != b"held\n":
+            raise PatcherError("the process that holds a CUDA context ended")
+        yield
+
+
+@contextmanager
+def own_context() -> Iterator[None]:
+    """A second CUDA context of this process in which memory was filled once."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        if (code := getattr(cuda, name)(*arguments)) != 0:
+            raise PatcherError(f"{name} answered {code}")
+
+    context, memory, size = ctypes.c_void_p(), ctypes.c_uint64(), 1 << 20
+    call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)  # it is current from here on
+    try:
+        call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(size))
+        call("cuMemsetD8_v2", memory, 1, ctypes.c_size_t(size))
+        call("cuCtxSynchronize")
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        yield
+    finally:
+        call("cuCtxDestroy_v2", context)
+
+
+NEIGHBOURS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "a context of another process": lambda: holder(HOLDS.format("")),
+    "a second context of its own": own_context,
+    "a kernel of another process": lambda: holder(HOLDS.format(LAUNCHES)),
+}
 
 
 @contextmanager
@@ -200,18 +232,6 @@ def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
             process.stdout.close()
 
 
-@contextmanager
-def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A child that does not run meanwhile."""
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
-        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-
-
 def told_beside(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each neighbour: steps, and how they compare with those alone."""
     by_name: dict[str, list[float]] = {}
@@ -219,7 +239,7 @@ def told_beside(rows: Sequence[dict[str, Any]]) -> list[str]:
         by_name.setdefault(row["beside"], []).append(row["step_ms"])
     alone = statistics.median(by_name[ALONE])
     return [
-        f"{name:30s} {statistics.median(steps):.3f} ms a step, {min(steps):.3f} to "
+        f"{name:34s} {statistics.median(steps):.3f} ms a step, {min(steps):.3f} to "
         f"{max(steps):.3f}: {100 * (statistics.median(steps) / alone - 1):+.2f} % of that alone"
         for name, steps in by_name.items()
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from patcher.bench.lab import host_steps
 from patcher.bench.lab.host_steps import (
     HostWindow,
     beside,
+    holder,
     main,
     switches,
     told,
@@ -68,30 +70,22 @@ def test_a_way_that_fails_is_named_and_one_that_has_run_is_kept(
     assert (tmp_path / "host_steps.json").exists()
 
 
-def test_windows_alone_take_turns_with_those_beside_others() -> None:
-    engine, seen = open_engine(WORKLOAD), list[tuple[str, ...]]()
+def test_windows_are_alone_and_beside_and_after_each_neighbour() -> None:
+    engine, seen = open_engine(WORKLOAD), list[int]()
 
     def measure(seed: int) -> HostWindow:
-        mine = descendants(os.getpid())
-        seen.append(tuple(sorted(state(pid) for pid in mine - {os.getpid()})))
+        seen.append(len(descendants(os.getpid())))
         return window(engine, seed, 4)
 
-    holds = "import time; print('held', flush=True); time.sleep(99)"
-    rows = beside(measure, holds, rounds=2)
-    alone, busy = ("stopped",), ("awake",)
-    assert seen[1:9] == [alone, busy] * 4
-    assert seen[9:13] == [("awake", "stopped"), ("awake", "awake")] * 2
-    assert seen[13:] == [alone, busy] * 2
+    program = "import time; print('held', flush=True); time.sleep(99)"
+    rows = beside(measure, {"one": lambda: holder(program), "two": nullcontext}, rounds=2)
+    assert [row["beside"] for row in rows[::2]] == [
+        "alone", "alone, later", "one", "after one", "two", "after two",
+    ]  # fmt: skip
+    assert seen == [1] * 5 + [2] * 2 + [1] * 6
     lines = told_beside(rows)
     assert [line.split("  ")[0] for line in lines] == list(dict.fromkeys(r["beside"] for r in rows))
-    assert len(lines) == 8  # windows of another time are told apart
     assert "+0.00 % of that alone" in lines[0]
     with pytest.raises(PatcherError, match="ended"):
-        beside(measure, "", rounds=1)
+        beside(measure, {"none": lambda: holder("")}, rounds=1)
     engine.close()
-
-
-def state(pid: int) -> str:
-    """Of a process; one that has just begun to sleep may still be running."""
-    said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "stopped" if said == "T" else "awake"

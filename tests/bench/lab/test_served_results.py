@@ -31,6 +31,15 @@ def test_its_processes_give_what_it_says_again(card: str) -> None:
     assert (stated.verdict, stated.process_pairs) == ("accept", 4)
 
 
+def test_a_row_by_itself_gives_what_the_page_says() -> None:
+    kept = ServedResult.model_validate_json(content(FOLDERS["h200"] / "row.json.xz"))
+    stated = kept.comparison
+    assert judge_served(kept.header, kept.processes, stated.margin_pct) == stated
+    told = f"**{stated.gain_pct:+.1f} %** [{stated.gain_low_pct:+.1f}, {stated.gain_high_pct:+.1f}]"
+    assert stated.verdict == "accept" and told in PAGE
+    assert f"{sum(one.took_s for one in kept.processes):.0f} s the four" in PAGE
+
+
 @pytest.mark.parametrize("card", FOLDERS)
 def test_arms_took_turns_and_a_pair_has_one_machine(card: str) -> None:
     processes = KEPT[card].processes
@@ -103,14 +112,28 @@ def test_real_weights_are_as_the_page_says() -> None:
 
 def test_windows_beside_others_are_as_the_page_says() -> None:
     rows = json.loads(content(FOLDERS["h200"] / "beside.json.xz"))
-    for at, what in ((0, "12 alone, half"), (12, "12 beside a CUDA"), (24, "12 alone again")):
-        steps = [row["step_ms"] for row in rows[at : at + 12]]
-        switches = [row["voluntary"] for row in rows[at : at + 12]]
+    whats = ("12 alone, half", "12 alone, later", "12 beside a CUDA", "12 alone again")
+    for at, what in enumerate(whats):
+        group = rows[12 * at : 12 * at + 12]
+        steps = [row["step_ms"] for row in group]
+        switches = [row["voluntary"] for row in group]
+        watts = [row["clocks"]["power_w"] for row in group]
+        assert {row["clocks"]["sm_mhz"] for row in group} == {1980}
         assert re.search(
             rf"\| {what}[^|]*\| {min(steps):.3f} to {max(steps):.3f} "
-            rf"\| {min(switches):,} to {max(switches):,} \|",
+            rf"\| {min(switches):,} to {max(switches):,} \| {min(watts):.0f} to {max(watts):.0f} \|",
             PAGE,
         )
+
+
+def test_steps_at_batch_1_are_as_the_page_says() -> None:
+    rows = json.loads(content(FOLDERS["h200"] / "host.json.xz"))
+    for arm, title in (("stock", "stock"), ("patched", "eight patches")):
+        cells = []
+        for core in ("in-process", "own-process"):
+            steps = [row["step_ms"] for row in rows[f"{arm}-{core}"][1:]]
+            cells.append(f"{statistics.median(steps):.3f} ({min(steps):.3f} to {max(steps):.3f})")
+        assert f"| {title} | {cells[0]} | {cells[1]} |" in PAGE
 
 
 def test_ledgers_are_as_the_page_says() -> None:
