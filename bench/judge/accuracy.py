@@ -1,16 +1,16 @@
 """Accuracy: error against float64, relative to the accuracy baseline's own error.
 
 A candidate's root mean square error may be 1.05 times the accuracy baseline's, plus a sampling
-margin that shrinks with the number of elements, over the whole tensor and over each eighth of each
-axis. At the worst element it may be twice as large and one unit in the last place more: a sum in
-another order can round differently, and without that allowance a correct kernel failed in one of
-100 judgements. Float32 sums in another order are allowed for too, by the size of the result; where
-large terms cancel, what they round is not in it, so that values summed and stored in float32 or
-wider may err by four times as much. So a bfloat16 op has bfloat16's tolerance and a float32 op has
-float32's. A kernel of one lower precision fails, and a planted one must (`control`): with bfloat16
-storage and bfloat16 arithmetic its error is 1.2 to 2 times the accuracy baseline's, with float32
-storage 10^4 times. NaN and infinities must be where the reference, rounded to the output's dtype,
-or the accuracy baseline has them.
+margin that shrinks with the number of elements (of those that do not repeat), over the whole tensor
+and over each eighth of each axis. At the worst element it may be twice as large and one unit in the
+last place more: a sum in another order can round differently, and without that allowance a correct
+kernel failed in one of 100 judgements. Float32 sums in another order are allowed for too, by the
+size of the result; where large terms cancel, what they round is not in it, so that values summed
+and stored in float32 or wider may err by four times as much. So a bfloat16 op has bfloat16's
+tolerance and a float32 op has float32's. A kernel of one lower precision fails, and a planted one
+must (`control`): with bfloat16 storage and bfloat16 arithmetic its error is 1.2 to 2 times the
+accuracy baseline's, with float32 storage 10^4 times. NaN and infinities must be where the
+reference, rounded to the output's dtype, or the accuracy baseline has them.
 
 Numbers are compared, not bits: for a narrow dtype the values of its codes, times their block
 scales, so that -0 is 0 and all NaN are equal. A dtype without infinities holds its largest number
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from patcher.bench.errors import UsageError
+from patcher.bench.judge.repeats import further, rmse_factor
 from patcher.bench.ops.codes import as_bytes, decode, rounded, saturated
 from patcher.bench.ops.contract import Contract, Point, TensorSpec
 from patcher.bench.ops.dtypes import Dtype, dtype_of
@@ -55,11 +56,6 @@ FEWEST_IN_REGION = 64
 FEWEST_IN_TAIL = 8
 """Elements that dominate the whole error; with fewer, as where large numbers cancel, the 99.9th
 percentile is uncertain, and the largest error counts."""
-
-
-def rmse_factor(elements: float) -> float:
-    """Two correct kernels differ by under 1 % over 20,000 elements and by up to 9 % over 300."""
-    return 1.05 + 2.5 / math.sqrt(elements)
 
 
 @dataclass(frozen=True)
@@ -145,6 +141,7 @@ def explain_mismatch(
     got, allowed = (_difference(each, reference, stored) for each in (value, honest))
     last_place = (stored.eps * reference.abs()).clamp_min(spacing) + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
+    signed = honest.double() - reference
     order = FLOAT32_ROUNDOFF * max(math.sqrt(reduction), reduction / 8 if alike else 0.0)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
@@ -152,6 +149,8 @@ def explain_mismatch(
     fine = stored.eps <= 2 * FLOAT32_ROUNDOFF and theirs.largest <= FINE * top
     orders = ORDERS_FACTOR if fine else 1.0
     rmse = orders * rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
+    if ours.rmse > rmse:
+        rmse += orders * further(reference.numel(), signed) * theirs.rmse
     largest = orders * MAX_FACTOR * theirs.largest + tail
     errors = allowed.square()
     carried = _carried(float(errors.sum()), float(errors.square().sum()))
@@ -168,7 +167,7 @@ def explain_mismatch(
                 f"{what} {found:.3g}, at most {limit:.3g} allowed "
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
-    return _by_region(got.square_(), errors, squares, order, flushed, orders)
+    return _by_region(got.square_(), errors, squares, signed, order, flushed, orders)
 
 
 def _carried(squares: float, fourth: float) -> float:
@@ -205,9 +204,15 @@ def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:
 
 
 def _by_region(
-    got: Tensor, allowed: Tensor, squares: Tensor, order: float, flushed: float, orders: float
+    got: Tensor,
+    allowed: Tensor,
+    squares: Tensor,
+    signed: Tensor,
+    order: float,
+    flushed: float,
+    orders: float,
 ) -> str | None:
-    """Squared errors and values, compared in each eighth of each axis."""
+    """Squared errors and values, in each eighth of each axis; `signed` ones of `allowed`."""
     for axis, size in enumerate(got.shape):
         if size == 1:
             continue
@@ -224,9 +229,11 @@ def _by_region(
             count = got.numel() // size * len(mine)
             limit = orders * rmse_factor(carried) * math.sqrt(error / count)
             limit += 4 * order * math.sqrt(float(values.sum()) / count) + flushed
-            rmse = math.sqrt(float(mine.sum()) / count)
+            rmse, begin = math.sqrt(float(mine.sum()) / count), index * step
+            if rmse > limit:
+                there = signed.narrow(axis, begin, len(mine))
+                limit += orders * further(carried, there) * math.sqrt(error / count)
             if not rmse <= limit:
-                begin = index * step
                 where = f"[{begin}:{begin + len(mine)}] of axis {axis}"
                 return f"rmse {rmse:.3g} in {where}, at most {limit:.3g} allowed there"
     return None

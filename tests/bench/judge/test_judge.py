@@ -17,9 +17,10 @@ import patcher.bench.judge.timing
 from patcher import bench
 from patcher.bench import BaselineTime, Candidate, Evaluation, Language, MissingError, Outcome
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
-from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
+from patcher.bench.judge.accuracy import explain_mismatch
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS
+from patcher.bench.judge.repeats import repeats, rmse_factor
 from patcher.bench.ops.contract import Point
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -317,6 +318,47 @@ def test_non_finite_values_are_never_right() -> None:
 
 def test_the_sampling_margin_shrinks_with_elements() -> None:
     assert rmse_factor(64) > rmse_factor(2880) > rmse_factor(10**6) > 1.05
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_errors_that_repeat_are_held_to_how_few_they_are(seed: int) -> None:
+    """Weights of ones give each row one sum, here near 4096, where float32's spacing changes. What
+    a group norm makes of it is the roundings of the bias, alike in all rows, and of each mean."""
+    rng = torch.Generator().manual_seed(seed)
+    sums = 4096 + 26 * torch.randn(256, 1, generator=rng, dtype=torch.float64)
+    bias = ((torch.rand(1024, generator=rng, dtype=torch.float64) - 0.5) / 50).float()
+
+    def normed(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        off = x - mean
+        return off * torch.rsqrt(off.square().mean(-1, keepdim=True) + 1e-5)
+
+    def groups(x: torch.Tensor) -> torch.Tensor:
+        return x.view(256, 64, 16)
+
+    exact = groups(sums + bias.double())
+    reference = normed(exact, exact.mean(-1, keepdim=True)).view(256, 1024)
+    stored = sums.float() + bias
+    honest = torch.nn.functional.group_norm(stored, 64)
+    x = groups(stored)
+    pairs = x
+    while pairs.shape[-1] > 1:
+        pairs = pairs[..., ::2] + pairs[..., 1::2]
+    for mean in (pairs / 16, (x / 16).sum(-1, keepdim=True), x.mean(-1, keepdim=True)):
+        right = normed(x, mean).view(256, 1024)
+        assert explain_mismatch(right, honest, reference, 8192) is None
+    coarse = groups((sums.float() + bias).half().float())
+    wrong = normed(coarse, coarse.mean(-1, keepdim=True)).view(256, 1024)
+    assert explain_mismatch(wrong, honest, reference, 8192) is not None
+
+
+def test_independent_errors_repeat_nowhere() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for shape in ((64, 64), (1000,), (8, 2880), (3, 128, 512)):
+        for _ in range(50):
+            assert repeats(torch.randn(shape, generator=rng, dtype=torch.float64)) == 1.0
+    rows = torch.randn(1, 1024, generator=rng, dtype=torch.float64).expand(512, 1024)
+    assert repeats(rows) == pytest.approx(512)
+    assert repeats(torch.zeros(8, 8, dtype=torch.float64)) == 1.0
 
 
 def test_one_rounding_that_falls_the_other_way_is_no_mismatch() -> None:
