@@ -49,7 +49,7 @@ FLUSHED = 1e-34
 """Error from flushing float32's subnormals (2^-126) to zero, divided by a root of 1e-5. Libraries
 built with fast arithmetic flush them, too."""
 NEAR = 2**-5
-"""Allowed relative error of a number for which the accuracy baseline has none."""
+"""Allowed error, of its size, of a number for which the accuracy baseline has none."""
 REGIONS = 8
 FEWEST_IN_REGION = 64
 """Elements that dominate a region's error; with fewer, its root mean square is too uncertain."""
@@ -127,12 +127,10 @@ def explain_mismatch(
     if exact:
         wrong = value != nearest
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
-    spacing = (
-        stored.smallest if stored.narrow and not scaled else 0.0
-    )  # from flushed subnormal numbers
+    spacing = stored.smallest if stored.narrow and not scaled else 0.0  # of subnormals, flushed
     ordinary = nearest.isfinite() & honest.isfinite()
     if not ordinary.all():
-        near = max(NEAR, stored.eps) * reference.abs() + max(FLUSHED, spacing)
+        near = max(NEAR, stored.eps) * _size(reference, nearest, honest) + max(FLUSHED, spacing)
         if problem := _special(value, honest, reference, nearest, ordinary, near):
             return problem
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
@@ -257,6 +255,14 @@ def _special(
     fits = _alike(value, nearest) | _alike(value, honest) | close | same
     wrong = ~ordinary & ~fits
     return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
+
+
+def _size(reference: Tensor, nearest: Tensor, honest: Tensor) -> Tensor:
+    """The number's; where only the accuracy baseline has none, at least the root mean square of all
+    such numbers, as a sum that cancels errs by the size of its terms."""
+    alone, size = nearest.isfinite() & ~honest.isfinite(), reference.abs()
+    usual = size[alone].square().mean().sqrt() if alone.any() else 0.0
+    return torch.where(alone, size.clamp_min(float(usual)), size)
 
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:

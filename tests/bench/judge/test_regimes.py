@@ -248,6 +248,52 @@ def test_a_number_is_right_that_the_accuracy_baseline_has_too(value: float) -> N
     assert "non-finite" in str(explain_mismatch(other, honest, reference, 64))
 
 
+def test_where_the_accuracy_baseline_has_no_number_a_small_sum_errs_by_the_size_of_its_terms() -> (
+    None
+):
+    """Kernels that drop a NaN, where that baseline spreads it, were refused at sums near zero."""
+    generator = torch.Generator().manual_seed(3)
+    reference = torch.randn(16, 256, generator=generator, dtype=torch.float64)
+    error = torch.randn(16, 256, generator=generator, dtype=torch.float64)
+    spread = torch.full((16, 256), math.nan)
+
+    def problem(size: float) -> str | None:
+        value = (reference + size * error).bfloat16()
+        assert ((value.double() - reference).abs() > 2**-5 * reference.abs()).any()
+        return explain_mismatch(value, spread, reference, 256)
+
+    assert problem(2**-9) is None
+    assert "non-finite" in str(problem(2**-5))
+    # a number beyond the range counts by itself, whatever the size of others
+    reference[0], spread[0] = 1e6, math.inf
+    assert "non-finite" in str(
+        explain_mismatch(reference.clamp(max=6e4).half(), spread, reference, 256)
+    )
+
+
+def test_experts_that_drop_a_nan_as_the_engine_does_are_right() -> None:
+    """vLLM's activation drops it by fmin and fmax, where PyTorch's clamp spreads it."""
+    op = load_op("moe_block")
+    axes = dict(op.contract.hidden[0].axes) | {"hidden": 512, "inner": 192}
+    point = bench.Point(axes=axes, dtypes=op.sweep("cuda", "bf16").dtypes)
+    scalars = op.served_scalars
+    case = Case(point, "nan", 2, scalars, only="gate_up_bias")
+    inputs = make_inputs(op, case, "cpu")
+    expected = expect(op, case, inputs)
+    assert expected.reference["total"].isfinite().all()
+    assert expected.honest["total"].isnan().any()
+    number = inputs["gate_up_bias"]
+    # beyond the limit, as which gate and up count if they are NaN
+    dropped = torch.where(number.isnan(), 1e4, number)
+    run = op.accuracy("cpu")
+    given = {name: value.clone() for name, value in inputs.items()} | {"gate_up_bias": dropped}
+    names = [tensor.name for tensor in op.contract.tensors if tensor.access != "read"]
+    made = dict(zip(names, run(*given.values(), *scalars), strict=True))
+    assert value_problem(op, [case], [expected], [made]) is None
+    made["total"] = made["total"] * 1.1
+    assert value_problem(op, [case], [expected], [made]) is not None
+
+
 def test_the_baselines_error_is_carried_over_to_another_choice() -> None:
     """Both round in between, and choose differently; one that errs twice as much is told."""
     bfloat16 = dtype_of(torch.bfloat16)
