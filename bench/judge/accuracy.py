@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from patcher.bench.errors import UsageError
-from patcher.bench.judge.repeats import further, rmse_factor
+from patcher.bench.judge.baseline_errors import further, rmse_factor
 from patcher.bench.ops.codes import as_bytes, decode, rounded, saturated
 from patcher.bench.ops.contract import Contract, Point, TensorSpec
 from patcher.bench.ops.dtypes import Dtype, dtype_of
@@ -171,22 +171,6 @@ def explain_mismatch(
 def _carried(squares: float, fourth: float) -> float:
     """How many elements dominate an error, by the sums of its squares and of their squares."""
     return squares * squares / fourth if fourth else 0.0
-
-
-def carried_over(honest: Tensor, own: Tensor, reference: Tensor, stored: Dtype) -> Tensor:
-    """Numbers of the accuracy baseline as if it had chosen like the candidate: what is right, with
-    that baseline's error, or that of one rounding if it is larger.
-
-    Args:
-        honest: its numbers; `own`: float64, what is right by its own choice.
-        reference: float64, what is right by the candidate's choice.
-    """
-    nearest = rounded(reference, stored).double()
-    # its own special values, unless they come of its choice
-    special = ~honest.isfinite() & (own.isfinite() == reference.isfinite())
-    error = honest.double() - own
-    larger = error.isfinite() & (error.abs() > (nearest - reference).abs())
-    return torch.where(special, honest.double(), torch.where(larger, reference + error, nearest))
 
 
 def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:

@@ -17,12 +17,12 @@ from patcher.bench.errors import UsageError
 from patcher.bench.judge import op_calls, regimes
 from patcher.bench.judge.accuracy import (
     FLUSHED,
-    carried_over,
     explain_mismatch,
     explain_touched,
     numbers,
     stacked,
 )
+from patcher.bench.judge.baseline_errors import carried_over
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
 from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.judge.placement import SHIFT, placements, strides_of

@@ -18,9 +18,9 @@ from patcher import bench
 from patcher.bench import BaselineTime, Candidate, Evaluation, Language, MissingError, Outcome
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.judge.baseline_errors import repeats, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS
-from patcher.bench.judge.repeats import repeats, rmse_factor
 from patcher.bench.ops.contract import Point
 
 OP = bench.load_op("fused_add_rms_norm")

@@ -11,7 +11,8 @@ import torch
 
 from patcher import bench
 from patcher.bench.judge import regimes
-from patcher.bench.judge.accuracy import carried_over, explain_mismatch
+from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.judge.baseline_errors import carried_over
 from patcher.bench.judge.cases import (
     Case,
     Secrets,

@@ -36,7 +36,8 @@ def test_a_row_by_itself_gives_what_the_page_says() -> None:
     stated = kept.comparison
     assert judge_served(kept.header, kept.processes, stated.margin_pct) == stated
     told = f"**{stated.gain_pct:+.1f} %** [{stated.gain_low_pct:+.1f}, {stated.gain_high_pct:+.1f}]"
-    assert stated.verdict == "accept" and told in PAGE
+    assert stated.verdict == "accept"
+    assert told in PAGE
     assert f"{sum(one.took_s for one in kept.processes):.0f} s the four" in PAGE
 
 
@@ -121,7 +122,8 @@ def test_windows_beside_others_are_as_the_page_says() -> None:
         assert {row["clocks"]["sm_mhz"] for row in group} == {1980}
         assert re.search(
             rf"\| {what}[^|]*\| {min(steps):.3f} to {max(steps):.3f} "
-            rf"\| {min(switches):,} to {max(switches):,} \| {min(watts):.0f} to {max(watts):.0f} \|",
+            rf"\| {min(switches):,} to {max(switches):,} "
+            rf"\| {min(watts):.0f} to {max(watts):.0f} \|",
             PAGE,
         )
 

@@ -1,9 +1,9 @@
-"""How often the errors of an accuracy baseline repeat: what they tell is told by fewer of them.
+"""What the errors of an accuracy baseline allow another kernel.
 
-Where inputs are alike, as weights of ones are, all rows of a product hold the same numbers but for
-one sum, and are rounded alike; and a mean that a normalisation rounds errs in all that it is taken
-from. A million such errors are as uncertain as a hundred, and another right kernel, which rounds
-otherwise, may have a tenth more or less.
+They may repeat, and so tell less than their number. Where inputs are alike, as weights of ones are,
+all rows of a product hold the same numbers but for one sum, and are rounded alike; and a mean that
+a normalisation rounds errs in all that it is taken from. A million such errors are as uncertain as
+a hundred, and another right kernel, which rounds otherwise, may have a tenth more or less.
 
 Source of the idea: the design effect of cluster samples (Kish, Survey Sampling, 1965).
 """
@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
+
+from patcher.bench.ops.codes import rounded
+from patcher.bench.ops.dtypes import Dtype
 
 FEWEST_BLOCKS = 64
 """Means of blocks from which a repetition is told; of fewer, chance alone looks like one."""
@@ -52,3 +56,19 @@ def rmse_factor(elements: float) -> float:
 def further(elements: float, errors: Tensor) -> float:
     """What `rmse_factor` of so many elements lacks where their errors repeat."""
     return rmse_factor(max(1.0, elements / repeats(errors))) - rmse_factor(elements)
+
+
+def carried_over(honest: Tensor, own: Tensor, reference: Tensor, stored: Dtype) -> Tensor:
+    """Numbers of the accuracy baseline as if it had chosen like the candidate: what is right, with
+    that baseline's error, or that of one rounding if it is larger.
+
+    Args:
+        honest: its numbers; `own`: float64, what is right by its own choice.
+        reference: float64, what is right by the candidate's choice.
+    """
+    nearest = rounded(reference, stored).double()
+    # its own special values, unless they come of its choice
+    special = ~honest.isfinite() & (own.isfinite() == reference.isfinite())
+    error = honest.double() - own
+    larger = error.isfinite() & (error.abs() > (nearest - reference).abs())
+    return torch.where(special, honest.double(), torch.where(larger, reference + error, nearest))
