@@ -291,7 +291,7 @@ def _index(flat: int, reference: Tensor) -> list[int]:
 
 def stacked(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
     """A tensor of each set as stored, [sets, ...]; a narrow one's items as uint8."""
-    return torch.stack([as_bytes(each[name]) for each in sets]).to(device)
+    return torch.stack([as_bytes(each[name]).to(device) for each in sets])
 
 
 def numbers(

@@ -26,10 +26,13 @@ FILL = 0xFF
 _ALIGN = 256
 
 Bytes = NDArray[np.uint8]
-Travel = Literal["bytes", "checked", "mixed"]
-"""`bytes`: sent and returned; `checked`: sent, and a digest returned; `mixed`: sent as a recipe,
-and a digest returned. The slots of a set are in this order."""
-_TRAVELS: tuple[Travel, ...] = ("bytes", "checked", "mixed")
+Travel = Literal["poisoned", "bytes", "checked", "mixed"]
+"""`poisoned`: filled with poison where the call runs, and returned; `bytes`: sent and returned;
+`checked`: sent, and a digest returned; `mixed`: sent as a recipe, and a digest returned. The slots
+of a set are in this order."""
+_TRAVELS: tuple[Travel, ...] = ("poisoned", "bytes", "checked", "mixed")
+RETURNED = _TRAVELS[:2]
+_POISON = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 class Slot(Record):
@@ -51,6 +54,10 @@ class Slot(Record):
     constant: bool = False
     """Shape of the contract's tensor."""
 
+    def moved(self, by: int) -> Slot:
+        """The same slot so many bytes further."""
+        return self.model_copy(update={"offset": self.offset + by, "begin": self.begin + by})
+
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor in a set's bytes (uint8, on the CPU)."""
         data = block[self.begin : self.begin + self.span_bytes]
@@ -58,19 +65,25 @@ class Slot(Record):
 
 
 class Layout(Record):
-    """Slots in the contract's order. The first bytes of a set are sent, and the first ones
-    returned; sizes are multiples of 8.
+    """Slots in the contract's order. The first bytes of a set are returned. Of these the first are
+    poison, and what is sent begins after them; sizes are multiples of 8.
     """
 
     slots: tuple[Slot, ...]
     set_bytes: int
     sent_bytes: int
     returned_bytes: int
+    poisoned_bytes: int = 0
 
     @property
     def watched(self) -> list[Slot]:
         """Slots of which a digest is returned."""
-        return [slot for slot in self.slots if slot.travel != "bytes"]
+        return [slot for slot in self.slots if slot.travel not in RETURNED]
+
+    @property
+    def carried_bytes(self) -> int:
+        """The most that goes one way in one command."""
+        return max(self.sent_bytes, self.returned_bytes)
 
 
 class Wanted(Record):
@@ -124,18 +137,21 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
     return Layout(
         slots=tuple(slots[wanted.name] for wanted in tensors),
         set_bytes=offset,
-        sent_bytes=ends["checked"],
+        sent_bytes=ends["checked"] - ends["poisoned"],
         returned_bytes=ends["bytes"],
+        poisoned_bytes=ends["poisoned"],
     )
 
 
-def write_set(layout: Layout, block: Bytes, values: Mapping[str, torch.Tensor]) -> None:
-    """Fill one set, as far as the block reaches, with values between red zones. A tensor without a
-    value is poisoned like them.
+def write_set(
+    layout: Layout, block: Bytes, values: Mapping[str, torch.Tensor], begin: int = 0
+) -> None:
+    """Fill one set from a byte on, as far as the block reaches, with values between red zones. A
+    tensor without a value is poisoned like them.
     """
     for slot in layout.slots:
-        if slot.offset < len(block):
-            write_slot(slot, block, values.get(slot.name))
+        if begin <= slot.offset < begin + len(block):
+            write_slot(slot.moved(-begin), block, values.get(slot.name))
 
 
 def write_slot(slot: Slot, block: Bytes, value: torch.Tensor | None) -> None:
@@ -168,16 +184,20 @@ def as_slot(slot: Slot, value: torch.Tensor) -> torch.Tensor:
 
 
 def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """These tensors from the returned bytes of one set, as contiguous copies."""
+    """These tensors from the returned bytes of one set. A contiguous one is no copy: a large one
+    would take longer to copy than to check.
+    """
     whole, wanted = torch.from_numpy(block), set(names)
     return {
-        slot.name: as_bytes(slot.view(whole))
-        .contiguous()
-        .clone()
-        .view(DTYPES[slot.dtype].torch_dtype)
+        slot.name: as_bytes(slot.view(whole)).contiguous().view(DTYPES[slot.dtype].torch_dtype)
         for slot in layout.slots
         if slot.name in wanted
     }
+
+
+def is_poison(block: Bytes) -> bool:
+    """Whether whole slots hold nothing but poison."""
+    return bool(block.view(np.uint64).min(initial=_POISON) == _POISON)
 
 
 def strayed(layout: Layout, blocks: Bytes) -> list[str]:
@@ -189,7 +209,7 @@ def strayed(layout: Layout, blocks: Bytes) -> list[str]:
     return [
         slot.name
         for slot in layout.slots
-        if slot.travel == "bytes" and (_outside(slot, blocks) != FILL).any()
+        if slot.travel in RETURNED and (_outside(slot, blocks) != FILL).any()
     ]
 
 

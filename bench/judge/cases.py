@@ -36,7 +36,8 @@ MIXED_BYTES = 16 << 20
 """Size in bytes above which a read-only tensor of arbitrary bits is not sent, and neither are
 weights of normal values."""
 CHECKED_BYTES = 1 << 20
-"""Size in bytes above which a digest of a read-only tensor is returned."""
+"""Size in bytes above which a digest of a read-only tensor is returned, and above which what is
+only written is poisoned where the call runs."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def tensors_of(
     op: Op, point: Point, placed: str = "plain", sparing: bool = True, changed: Collection[str] = ()
 ) -> Layout:
     """The layout of the tensors. With `sparing`, large read-only ones are not sent in full: weights
-    unless they are among the `changed`, whose values are not the usual ones.
+    unless they are among the `changed`, whose values are not the usual ones. Nor is the poison of
+    large ones that are only written.
     """
     contract = op.contract
     wanted = []
@@ -162,8 +164,12 @@ def tensors_of(
         shifted = placed == "shifted" and tensor.alignment < 16
         as_plain = strides == strides_of(tensor, shape, dtype) and not shifted
         size = math.prod(shape) * DTYPES[dtype].item_bytes
-        spared = sparing and tensor.access == "read" and as_plain
         usual = tensor.name not in changed
+        travel: Travel = "bytes"
+        if sparing and tensor.access == "read" and as_plain:
+            travel = _travel(tensor, dtype, size, usual)
+        elif sparing and tensor.access == "write" and size >= CHECKED_BYTES:
+            travel = "poisoned"
         wanted.append(
             Wanted(
                 name=tensor.name,
@@ -171,7 +177,7 @@ def tensors_of(
                 shape=shape,
                 strides=strides,
                 shift=SHIFT if shifted else 0,
-                travel=_travel(tensor, dtype, size, usual) if spared else "bytes",
+                travel=travel,
                 constant=tensor.constant,
             )
         )

@@ -194,8 +194,7 @@ class Evaluation(Record):
     sandbox: str | None = None
     """Confinement of the candidate's process, in words."""
     outputs_sha256: str | None = None
-    """SHA-256 of all outputs compared before timing. It is reproducible if `Judge.evaluate` was
-    given a seed."""
+    """SHA-256 of all outputs compared before timing, if `Judge.evaluate` was given a seed."""
     log: str = ""
     """Compiler output or traceback, clipped; feedback for the generation agent."""
     environment: Environment | None = None

@@ -10,16 +10,21 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.runner.mixing import PIECE_BYTES
 
 CAPACITY = 3 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
+READERS = 4
+"""Threads that read a large block."""
 SETS_CAPACITY = 1 << 36
 """Most bytes of all sets of one runner; memory is allocated as it is written."""
 
@@ -51,18 +56,38 @@ def write_at_start(descriptor: int, data: Bytes) -> None:
         at += os.pwrite(descriptor, view[at:], at)
 
 
-def read_from_start(descriptor: int, data: Bytes) -> None:
-    """Fill `data`.
+def read_from_start(descriptor: int, data: Bytes, begin: int = 0) -> None:
+    """Fill `data` with the file's bytes from `begin` on.
 
     Raises:
         ValueError: the file is shorter.
     """
     view, at = data.data.cast("B"), 0
     while at < data.nbytes:
-        count = os.preadv(descriptor, [view[at:]], at)
+        count = os.preadv(descriptor, [view[at:]], begin + at)
         if count <= 0:
             raise ValueError("the runner's outputs are cut off")
         at += count
+
+
+def read_summed(descriptor: int, data: Bytes) -> list[int]:
+    """Fill `data`, and return the checksums of what is there, see `runner.mixing`. Several
+    threads do it, since new memory and checksums take longer than the bytes of a large block.
+
+    Raises:
+        ValueError: the file is shorter.
+    """
+
+    def summed(at: int) -> int:
+        piece = data[at : at + PIECE_BYTES]
+        read_from_start(descriptor, piece, at)
+        return zlib.crc32(piece.data)
+
+    places = range(0, data.nbytes, PIECE_BYTES)
+    if len(places) == 1:
+        return [summed(0)]
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(summed, places))
 
 
 @dataclass(frozen=True)

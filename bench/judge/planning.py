@@ -43,12 +43,12 @@ def block_sets(op: Op, point: Point, device: str) -> int:
     plan = tensors_of(op, point)
     fewest = FEWEST_LARGE if plan.set_bytes > LARGE_BYTES else FEWEST_SETS
     fitting = max(min(SETS[device], MAX_BLOCK_BYTES[device] // plan.set_bytes), fewest)
-    return min(fitting, CAPACITY // plan.sent_bytes)
+    return min(fitting, CAPACITY // plan.carried_bytes)
 
 
 def soaked_sets(plan: Layout) -> int:
     """Number of buffer sets of a block that is checked and not timed."""
-    most = min(SOAKED_BYTES // plan.set_bytes, CAPACITY // plan.sent_bytes)
+    most = min(SOAKED_BYTES // plan.set_bytes, CAPACITY // plan.carried_bytes)
     return max(min(SOAKED, most), 1)
 
 
@@ -77,14 +77,15 @@ def require_fits(op: Op, sweep: Sweep, device: str) -> None:
     for point in shapes_tried(op, sweep):
         plan = tensors_of(op, point)
         every = [tensor.name for tensor in op.contract.tensors]
-        once = tensors_of(op, point, changed=every).sent_bytes  # to see it right in every regime
+        # to see it right in every regime
+        once = tensors_of(op, point, changed=every).carried_bytes
         timed = point.dtypes == sweep.dtypes
-        if max(FEWEST_LARGE * plan.sent_bytes if timed else 0, once) > CAPACITY:
+        if max(FEWEST_LARGE * plan.carried_bytes if timed else 0, once) > CAPACITY:
             calls = "1 call" if once > CAPACITY else f"{FEWEST_LARGE} calls"
-            each = once if once > CAPACITY else plan.sent_bytes
+            each = once if once > CAPACITY else plan.carried_bytes
             raise UsageError(
                 f"{op.name} at {point.label()} is too large to be judged: "
-                f"{each / 2**30:.2f} GiB go to each call, and the judge sends "
+                f"{each / 2**30:.2f} GiB go to or from each call, and the judge moves "
                 f"{CAPACITY / 2**30:g} GiB for {calls}",
                 "choose a sweep with smaller sizes; or, if a large read-only tensor may hold any "
                 'bits, set its values = "bits" in op.toml, so that it is not sent',

@@ -10,10 +10,12 @@ import numpy as np
 
 from patcher.bench.judge import regimes
 from patcher.bench.judge.blob import (
+    FILL,
     Bytes,
     Layout,
     as_slot,
     holds,
+    is_poison,
     read_set,
     strayed,
     write_set,
@@ -46,7 +48,8 @@ class CallSets:
     recipes: list[list[Recipe]]
     """For each set, the recipe of each mixed tensor."""
     data: Bytes = field(init=False)
-    """The bytes that come back, as they are sent: [sets, returned_bytes]."""
+    """What comes back as it was sent, [sets, returned_bytes - poisoned_bytes]; the poison before it
+    is not kept."""
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
@@ -61,29 +64,35 @@ class CallSets:
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)
-        sets.data = packed(op, plan, inputs, stock.room(len(cases), plan.returned_bytes, sets))
+        sent_back = plan.returned_bytes - plan.poisoned_bytes
+        sets.data = packed(op, plan, inputs, stock.room(len(cases), sent_back, sets))
         return sets
 
-    def write(self, rows: Bytes, only: slice = slice(None)) -> None:
-        """Fill sets, or some, as far as the rows reach.
-
-        Args:
-            rows: uint8 of shape [sets, sent_bytes] or [sets, set_bytes].
-            only: the sets to fill.
-        """
-        for row, head, values in zip(rows[only], self.data[only], self.inputs[only], strict=True):
+    def write(self, rows: Bytes) -> None:
+        """Fill what is sent, uint8 of shape [sets, sent_bytes]."""
+        begin = self.plan.poisoned_bytes
+        for row, head, values in zip(rows, self.data, self.inputs, strict=True):
             row[: len(head)] = head
             for slot in self.plan.watched:
-                if slot.offset < len(row):
-                    write_slot(slot, row, values[slot.name])
+                if slot.offset - begin < len(row):
+                    write_slot(slot.moved(-begin), row, values[slot.name])
 
     def send(self, runner: Runner) -> None:
         """CUDA: write all that the runner's next command reads."""
         self.write(runner.sent.rows(len(self.cases), self.plan.sent_bytes))
 
+    def write_whole(self, rows: Bytes, only: slice = slice(None)) -> None:
+        """Fill sets, or some, with the poison before what is sent: [sets, set_bytes]."""
+        begin = self.plan.poisoned_bytes
+        for row, head, values in zip(rows[only], self.data[only], self.inputs[only], strict=True):
+            row[:begin] = FILL
+            row[begin : begin + len(head)] = head
+            for slot in self.plan.watched:
+                write_slot(slot, row, values[slot.name])
+
     def fill(self, runner: Runner, only: slice = slice(None)) -> None:
         """On a CPU: write sets, or some, into the buffers of the stopped runner."""
-        self.write(runner.sets.rows(self.plan, len(self.cases)), only)
+        self.write_whole(runner.sets.rows(self.plan, len(self.cases)), only)
 
     def told(self) -> dict[str, Any]:
         """Arguments of a command about them, besides the bytes."""
@@ -107,7 +116,7 @@ class CallSets:
     ) -> tuple[str, str] | None:
         """The same, with known correct values."""
         spared = sorted(set(range(len(self.cases))) - set(called))
-        if not np.array_equal(left.blocks[spared], self.data[spared]):
+        if not all(self._untouched(index, left.blocks[index]) for index in spared):
             return "guards", "wrote to buffers of a call that was never made"
         if found := self._guard_problem(left, called):
             return "guards", found
@@ -120,16 +129,27 @@ class CallSets:
             return "guards", "wrote to its outputs after the call had returned"
         return None
 
+    def _untouched(self, index: int, row: Bytes) -> bool:
+        """Whether a set came back as it was before its call."""
+        begin = self.plan.poisoned_bytes
+        return is_poison(row[:begin]) and np.array_equal(row[begin:], self.data[index])
+
     def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:
         """Writes of calls that the contract forbids."""
-        got = left.blocks[called]
-        if stray := strayed(self.plan, got):
+        # of all sets, since those that were not called are known to be whole
+        if stray := strayed(self.plan, left.blocks):
             return f"wrote outside of {', '.join(stray)}"
+        begin = self.plan.poisoned_bytes
         for tensor, slot in zip(self.op.contract.tensors, self.plan.slots, strict=True):
             if tensor.access != "read" or slot.travel != "bytes":
                 continue
-            part = slice(slot.begin, slot.begin + slot.span_bytes)
-            if not np.array_equal(self.data[called, part], got[:, part]):
+            sent, back = (
+                slice(at, at + slot.span_bytes) for at in (slot.begin - begin, slot.begin)
+            )
+            if any(
+                not np.array_equal(self.data[index, sent], left.blocks[index, back])
+                for index in called
+            ):
                 return f"changed {tensor.name}, which the contract says is only read"
         if left.whole is not None:
             return self._watched_problem(left.whole)
@@ -163,23 +183,23 @@ class CallSets:
                     return f"changed {name}, which the contract says is only read, or around it"
         return f"gave no digest of {', '.join(names)}"
 
-    def outputs(self, left: Left) -> bytes:
-        """The written values, for a digest of everything compared."""
+    def add_outputs(self, left: Left, digest: Any) -> None:
+        """Add the written values to a digest of everything compared."""
         written = {tensor.name for tensor in self.op.contract.written}
         parts = [slot for slot in self.plan.slots if slot.name in written]
-        return b"".join(
-            row[slot.begin : slot.begin + slot.span_bytes].tobytes()
-            for row in left.blocks
-            for slot in parts
-        )
+        for row in left.blocks:
+            for slot in parts:
+                digest.update(row[slot.begin : slot.begin + slot.span_bytes])
 
 
 def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
-    """The part of input sets that comes back, [sets, returned_bytes], with poison in tensors that
-    are only written.
+    """The part of input sets that is sent and comes back, [sets, returned_bytes - poisoned_bytes],
+    with poison in small tensors that are only written.
     """
+    begin = plan.poisoned_bytes
+    size = plan.returned_bytes - begin
     read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
-    data = np.empty((len(sets), plan.returned_bytes), dtype=np.uint8) if room is None else room
+    data = np.empty((len(sets), size), dtype=np.uint8) if room is None else room
     for row, values in zip(data, sets, strict=True):
-        write_set(plan, row, {name: values[name] for name in read})
+        write_set(plan, row, {name: values[name] for name in read}, begin)
     return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,10 +9,20 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from patcher.bench import Candidate, Language, Record, UsageError
+from patcher.bench.lab.kernelbench_shares import (
+    GainShares,
+    ShareSummary,
+    gain_shares,
+    precision_of,
+    read_verdicts,
+    summaries,
+    times_of,
+)
 from patcher.bench.lab.loop_runs import (
+    UNJUDGED,
     Estimated,
     LoopRow,
-    geomean_of,
+    bootstrap_geomean,
     loop_row,
     mean_known,
     mean_of,
@@ -21,15 +30,13 @@ from patcher.bench.lab.loop_runs import (
     runs_below,
     share_of,
 )
-from patcher.bench.lab.own_check import OwnCheck, own_check
+from patcher.bench.lab.own_check import OwnCheck, own_check, runs_here
 from patcher.integrate.kernelbench.contract import PRECISIONS
 from patcher.integrate.kernelbench.model_new import record_of
 from patcher.runs.run import Run
 from patcher.status import attempts
 
 FAST = (1.0, 1.2)
-UNJUDGED = {"generation_failure", "compilation_failure", "compiled"}
-"""Outcomes of candidates that neither check can run."""
 _CHECKS = TypeAdapter(dict[str, OwnCheck])
 
 
@@ -42,29 +49,30 @@ class ColumnFigures(Record):
     right_by: tuple[Estimated, ...]
     """By iteration: the share of runs with something right until then."""
     geomean: Estimated | None
-    """Of speedups over the faster baseline, where something is right; so the next two."""
+    """Of speedups over the faster baseline, where something is right; so the next two. The
+    interval is the bootstrap's over problems."""
     median: Estimated | None
     mean: Estimated | None
     applied: Estimated | None
     """Geometric mean over all: the baseline stays where nothing is right and faster."""
-    fast: dict[str, Estimated]
-    """Shares of runs that are right and faster than so many times."""
+    fast: dict[str, tuple[Estimated, ...]]
+    """By iteration: shares of runs with something right until then that is faster than so many
+    times."""
+    judged: int
+    refused: int
+    """Candidates that the judge ran, and of these the wrong ones."""
+    languages: tuple[str, ...]
+    models: tuple[str, ...]
+    devices: tuple[str, ...]
     tokens: float | None
+    input_tokens: float | None
+    output_tokens: float | None
+    input_characters: float | None
+    output_characters: float | None
     judge_s: float | None
     gpu_s: float | None
     usd: float | None
     """Means a kernel."""
-
-
-class GainShares(Record):
-    """Where the gain of a problem's best kernel over the fp32 baseline comes from, as logarithms:
-    what its baseline gains by the precision alone, and what the kernel gains over that."""
-
-    problem: str
-    precision: str
-    gain: float
-    precision_pct: float
-    fusion_pct: float
 
 
 class CheckedCandidate(Record):
@@ -75,24 +83,23 @@ class CheckedCandidate(Record):
     iteration: int
     judge: str
     own: Literal["accepted", "refused", "not run"]
+    loose: bool | None
+    """Whether KernelBench's code accepts it within 1e-2; None: it was not asked."""
     why: str
 
 
 class KernelBenchTable(Record):
+    so_far: bool
+    """Whether loops count that go on."""
+    answered_by: str
+    """The model, where runs do not know it: prompts and replies were files."""
     columns: tuple[ColumnFigures, ...]
     rows: tuple[LoopRow, ...]
     shares: tuple[GainShares, ...]
+    share_summaries: tuple[ShareSummary, ...]
     checked: tuple[CheckedCandidate, ...]
     passed_over: tuple[str, ...]
     """Runs of other ops, or without a candidate."""
-
-
-def precision_of(op: str) -> tuple[str, str]:
-    """The problem and the precision of an imported op."""
-    for name, column in PRECISIONS.items():
-        if column.suffix and op.endswith(column.suffix):
-            return op.removesuffix(column.suffix), name
-    return op, "fp32"
 
 
 def gather(folder: Path) -> tuple[list[tuple[Run, LoopRow]], list[str]]:
@@ -110,9 +117,9 @@ def gather(folder: Path) -> tuple[list[tuple[Run, LoopRow]], list[str]]:
     return found, others
 
 
-def column(precision: str, rows: Sequence[LoopRow]) -> ColumnFigures:
-    """The figures of one precision."""
-    ended = [row for row in rows if row.ended is not None]
+def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> ColumnFigures:
+    """The figures of one precision; `so_far` counts partial runs as they stand."""
+    ended = [row for row in rows if so_far or row.ended is not None]
     speedups = [row.speedup for row in ended if row.speedup is not None]
     count, longest = len(ended), max((row.iterations for row in ended), default=0)
 
@@ -120,65 +127,46 @@ def column(precision: str, rows: Sequence[LoopRow]) -> ColumnFigures:
         right = sum(row.first_right is not None and row.first_right <= iteration for row in ended)
         return share_of(right, count)
 
+    def faster(bound: float, iteration: int) -> Estimated:
+        bests = (row.best_until(iteration) for row in ended)
+        return share_of(sum(each is not None and each > bound for each in bests), count)
+
+    iterations = range(1, longest + 1)
+
+    def names(found: Iterable[str | None]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each for each in found if each))
+
     return ColumnFigures(
         precision=precision,
         runs=count,
-        partial=len(rows) - count,
-        right_by=tuple(until(each) for each in range(1, longest + 1)),
-        geomean=geomean_of(speedups) if speedups else None,
+        partial=sum(row.ended is None for row in rows),
+        right_by=tuple(until(each) for each in iterations),
+        geomean=bootstrap_geomean(speedups) if speedups else None,
         median=median_of(speedups) if speedups else None,
         mean=mean_of(speedups) if speedups else None,
-        applied=geomean_of([row.gain for row in ended]) if ended else None,
-        fast={
-            f"{bound:g}": share_of(sum(each > bound for each in speedups), count) for bound in FAST
-        }
-        if ended
-        else {},
+        applied=bootstrap_geomean([row.gain for row in ended]) if ended else None,
+        fast={f"{bound:g}": tuple(faster(bound, each) for each in iterations) for bound in FAST},
+        judged=sum(row.judged for row in ended),
+        refused=sum(row.refused for row in ended),
+        languages=names(row.language for row in ended),
+        models=names(model for row in ended for model in row.models),
+        devices=names(row.device for row in ended),
         tokens=mean_known(row.tokens for row in ended),
+        input_tokens=mean_known(row.input_tokens for row in ended),
+        output_tokens=mean_known(row.output_tokens for row in ended),
+        input_characters=mean_known(row.input_characters for row in ended),
+        output_characters=mean_known(row.output_characters for row in ended),
         judge_s=mean_known(row.judge_s for row in ended),
         gpu_s=mean_known(row.gpu_s for row in ended),
         usd=mean_known(row.usd for row in ended),
     )
 
 
-def gain_shares(rows: Iterable[LoopRow]) -> list[GainShares]:
-    """For each problem with an ended fp32 run, of the best kernel of each precision. Only times of
-    the same points on the same device are held against each other."""
-    best: dict[str, dict[str, LoopRow]] = {}
-    for row in rows:
-        problem, precision = precision_of(row.op)
-        known = best.setdefault(problem, {})
-        if row.ended is not None and row.speedup is not None:
-            before = known.get(precision)
-            if before is None or (before.speedup or 0) < row.speedup:
-                known[precision] = row
-    found = []
-    for problem, known in best.items():
-        plain = known.get("fp32")
-        for precision, row in known.items():
-            if plain is None or (row.points, row.device) != (plain.points, plain.device):
-                continue
-            assert plain.baseline_us
-            assert row.baseline_us
-            assert row.candidate_us
-            whole = math.log(plain.baseline_us / row.candidate_us)
-            share = 100 * math.log(plain.baseline_us / row.baseline_us) / whole if whole else 0.0
-            found.append(
-                GainShares(
-                    problem=problem,
-                    precision=precision,
-                    gain=math.exp(whole),
-                    precision_pct=share,
-                    fusion_pct=100 - share,
-                )
-            )
-    return found
-
-
 def check_all(
-    found: Iterable[tuple[Run, LoopRow]], problems: Path, kept: Path
+    found: Iterable[tuple[Run, LoopRow]], problems: Path, kept: Path, checkout: Path | None = None
 ) -> list[CheckedCandidate]:
-    """Run KernelBench's check on every candidate that the judge ran; `kept` has earlier answers."""
+    """Run KernelBench's check on every candidate that the judge ran; `kept` has earlier answers.
+    With its checkout, answers of another check, or of none, are asked for again."""
     known = _CHECKS.validate_json(kept.read_bytes()) if kept.is_file() else {}
     files = {path.name: path for path in sorted(problems.rglob("*.py"))}
     checked = []
@@ -190,10 +178,12 @@ def check_all(
             source = (run.path / one.file).read_bytes().decode()
             candidate = Candidate(op=row.op, language=Language(row.language), source=source)
             key = f"{row.op}/{candidate.digest}"
-            if key not in known:
+            before = known.get(key)
+            asked = before is not None and (checkout is None or before.by == "kernelbench")
+            if before is None or not asked or (before.accepted is None and runs_here(row.language)):
                 if name not in files:
                     raise UsageError(f"{problems} has no {name}", "give the folder of the problems")
-                known[key] = own_check(candidate, files[name])
+                known[key] = own_check(candidate, files[name], checkout)
                 kept.write_bytes(_CHECKS.dump_json(known, indent=1))
             said = known[key]
             own: dict[bool | None, Literal["accepted", "refused", "not run"]] = {
@@ -208,15 +198,35 @@ def check_all(
                     iteration=one.iteration,
                     judge="right" if one.geomean_speedup is not None else one.outcome.value,
                     own=own[said.accepted],
+                    loose=said.loose,
                     why=f"{one.detail}; {said.why}" if said.why else one.detail,
                 )
             )
     return checked
 
 
-def build_table(folder: Path, problems: Path | None, kept: Path) -> KernelBenchTable:
-    """Raises:
-    UsageError: no run of an imported problem is there, or a problem's file is missing.
+def build_table(
+    folder: Path,
+    problems: Path | None,
+    kept: Path,
+    so_far: bool = False,
+    checkout: Path | None = None,
+    answered_by: str = "",
+    columns: Path | None = None,
+) -> KernelBenchTable:
+    """All tables.
+
+    Args:
+        folder: of runs.
+        problems: folder of the problem files; None: KernelBench's check is not asked.
+        kept: file of its earlier answers.
+        so_far: whether loops count that go on.
+        checkout: KernelBench's repository, whose code checks.
+        answered_by: the model, where runs do not know it.
+        columns: verdicts of the plan of `kernelbench_columns`.
+
+    Raises:
+        UsageError: no run of an imported problem is there, or a problem's file is missing.
     """
     found, others = gather(folder)
     if not found:
@@ -224,13 +234,18 @@ def build_table(folder: Path, problems: Path | None, kept: Path) -> KernelBenchT
             f"no run in {folder} is of an imported problem", "set PATCHER_OPS to the imported ops"
         )
     rows = [row for _, row in found]
+    verdicts = read_verdicts(columns) if columns else ()
+    shares = gain_shares(times_of(rows, verdicts, so_far))
     by_precision = {
         name: [row for row in rows if precision_of(row.op)[1] == name] for name in PRECISIONS
     }
     return KernelBenchTable(
-        columns=tuple(column(name, own) for name, own in by_precision.items() if own),
+        so_far=so_far,
+        columns=tuple(column(name, own, so_far) for name, own in by_precision.items() if own),
         rows=tuple(rows),
-        shares=tuple(gain_shares(rows)),
-        checked=tuple(check_all(found, problems, kept)) if problems else (),
+        shares=tuple(shares),
+        share_summaries=tuple(summaries(shares)),
+        checked=tuple(check_all(found, problems, kept, checkout)) if problems else (),
+        answered_by=answered_by,
         passed_over=tuple(others),
     )

@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from patcher.agent import recorded_stop
 from patcher.attempts import Attempt
-from patcher.bench import Evaluation, Record, UsageError
-from patcher.bench.judge.evaluation import geomean
+from patcher.bench import Evaluation, Outcome, Record, UsageError
+from patcher.bench.judge.evaluation import Timing, geomean
 from patcher.bench.stats.intervals import half_width
 from patcher.bench.stats.shares import wilson
+from patcher.models import ModelCall
 from patcher.models.ceilings import account
 from patcher.plan import RunPlan
 from patcher.runs.run import Run
@@ -20,6 +23,12 @@ from patcher.status import attempts
 
 STARTED = "optimize"
 """The command whose runs count."""
+UNJUDGED = {"generation_failure", "compilation_failure", "compiled"}
+"""Outcomes of candidates that no check can run."""
+RIGHT = {Outcome.CORRECT.value, Outcome.TOO_SLOW.value}
+RESAMPLES = 10_000
+FEWEST_RESAMPLED = 5
+"""With fewer values a bootstrap's interval is far too narrow."""
 
 
 class LoopRow(Record):
@@ -59,11 +68,34 @@ class LoopRow(Record):
     usd: float
     judge_s: float
     gpu_s: float
+    best_by: tuple[float | None, ...] = ()
+    """By iteration: `speedup` of the best right candidate until then."""
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    """As providers count; None: they did not count each reply."""
+    input_characters: int = 0
+    output_characters: int = 0
+    """Of all questions and of the text of their answers."""
 
     @property
     def gain(self) -> float:
         """Of what a user would apply: the baseline stays where nothing is right and faster."""
         return max(self.speedup or 1.0, 1.0)
+
+    @property
+    def judged(self) -> int:
+        """Candidates that the judge could run."""
+        return sum(each not in UNJUDGED for each in self.outcomes)
+
+    @property
+    def refused(self) -> int:
+        """Candidates that the judge ran and found wrong."""
+        return self.judged - sum(each in RIGHT for each in self.outcomes)
+
+    def best_until(self, iteration: int) -> float | None:
+        """`best_by` of an iteration from 1, also after the loop ended."""
+        known = self.best_by[:iteration]
+        return known[-1] if known else None
 
 
 class Estimated(Record):
@@ -101,6 +133,16 @@ def loop_row(run: Run) -> LoopRow | None:
     timings = best.timings if best else ()
     used = account(run.events)
     spent = used.committed
+    speedups = {place: one.geomean_speedup or 0.0 for place, one in judged.items() if one.right}
+    bests = [
+        max((each for at, each in speedups.items() if at <= one.iteration), default=None)
+        for one in found
+    ]
+    asked = [
+        run.load(name, ModelCall)
+        for name in run.state.results
+        if name.startswith(f"{plan.op}/") and "/ask-" in name
+    ]
     return LoopRow(
         run=run.id,
         op=plan.op,
@@ -119,15 +161,29 @@ def loop_row(run: Run) -> LoopRow | None:
         baseline_us=geomean([each.baseline_us for each in timings]) if best else None,
         candidate_us=geomean([each.candidate_us for each in timings]) if best else None,
         missing_baselines=best.missing_baselines if best else (),
-        points=tuple(
-            ",".join(f"{name}={size}" for name, size in each.axes.items()) for each in timings
-        ),
+        points=points_of(timings),
         device=best.environment.device if best and best.environment else None,
         tokens=spent.tokens or _said(found),
         usd=spent.usd,
         judge_s=sum(one.total_s or 0.0 for one in judged.values()),
         gpu_s=spent.gpu_s,
+        best_by=tuple(bests),
+        input_tokens=_total(each.reply.usage.input_tokens for each in asked),
+        output_tokens=_total(each.reply.usage.output_tokens for each in asked),
+        input_characters=sum(len(one.request.system) + len(one.request.prompt) for one in asked),
+        output_characters=sum(len(each.reply.text) for each in asked),
     )
+
+
+def points_of(timings: Iterable[Timing]) -> tuple[str, ...]:
+    """The sizes of each point in words."""
+    return tuple(",".join(f"{name}={size}" for name, size in each.axes.items()) for each in timings)
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum; None where one is not known, or there is none."""
+    known = list(counts)
+    return sum(each for each in known if each is not None) if known and None not in known else None
 
 
 def _said(found: Sequence[Attempt]) -> int | None:
@@ -171,6 +227,18 @@ def geomean_of(values: Sequence[float], problems: Sequence[str] = ()) -> Estimat
         low=math.exp(mean - half) if known else None,
         high=math.exp(mean + half) if known else None,
     )
+
+
+def bootstrap_geomean(values: Sequence[float]) -> Estimated:
+    """The geometric mean of ratios, with the percentile bootstrap's interval over the values: each
+    has to be of a problem of its own. Seeded, so that equal values give equal intervals."""
+    logs = np.log(np.array(values))
+    middle = math.exp(float(logs.mean()))
+    if len(logs) < FEWEST_RESAMPLED:
+        return Estimated(value=middle, low=None, high=None)
+    drawn = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(1)
+    low, high = (math.exp(float(each)) for each in np.quantile(drawn, [0.025, 0.975]))
+    return Estimated(value=middle, low=low, high=high)
 
 
 def mean_of(values: Sequence[float]) -> Estimated:

@@ -1,6 +1,10 @@
 """KernelBench's own check of a candidate, in the sandbox: the problem's file draws its weights and
 its input five times, and `allclose` at 1e-4 compares `Model` with `ModelNew`.
 
+With a checkout of KernelBench it is its `eval_kernel_against_ref`, from that folder, on a GPU: once
+within its tolerance of today, and once within 1e-2, that of its first versions. Without one it is a
+check of the same form, which a CPU can run. Nothing of KernelBench's code is here.
+
 The candidate runs in the process that compares, as there: what this check says is no verdict.
 """
 
@@ -12,10 +16,11 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from patcher.bench import Candidate, PatcherError, Record, UsageError
+from patcher.bench import Candidate, Language, PatcherError, Record, UsageError
 from patcher.bench.sandbox import plain_file
 from patcher.bench.toolchains import build
 from patcher.bench.toolchains.compilers import run_compiler
@@ -54,30 +59,103 @@ with open("verdict.json", "w") as file:
 """
 
 
+THEIRS = """import importlib, json, sys, types
+import torch
+
+
+class Unused(types.ModuleType):
+    # of a package that is not here, and that asks models or shows progress
+    def __getattr__(self, name):
+        return lambda *given, **named: None
+
+
+sys.path.insert(0, "theirs")
+for name in ("dotenv", "tqdm", "openai", "litellm", "requests"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        sys.modules[name] = Unused(name)
+from kernelbench import eval as theirs
+
+problem, backend = sys.argv[1:]
+texts = [open(name).read() for name in (problem, "answer.py")]
+
+
+def say(tolerance):
+    if tolerance is not None:
+        theirs.get_tolerance_for_precision = lambda precision: tolerance
+    found = theirs.eval_kernel_against_ref(
+        *texts,
+        num_correct_trials=5,
+        measure_performance=False,
+        backend=backend,
+        device=torch.device("cuda:0"),
+        precision=torch.float32,
+    )
+    if found is None:
+        return None, "it gave no answer"
+    accepted = bool(found.compiled and found.correctness)
+    words = {name: str(found.metadata[name]) for name in WORDS if name in found.metadata}
+    return accepted, "" if accepted else ", ".join(words.values())[:300] or "refused"
+
+
+WORDS = ("compilation_error", "runtime_error", "correctness_issue", "max_difference")
+accepted, why = say(None)
+loose, _ = say(1e-2)
+with open("verdict.json", "w") as file:
+    json.dump({"accepted": accepted, "why": why, "loose": loose}, file)
+"""
+
+
 class OwnCheck(Record):
     """What KernelBench's check says."""
 
     accepted: bool | None
     """None: it was not run."""
     why: str = ""
+    loose: bool | None = None
+    """Within 1e-2, where KernelBench's code was asked."""
+    by: Literal["form", "kernelbench"] = "form"
+    """A check of the same form, or KernelBench's own code."""
 
 
-def own_check(candidate: Candidate, problem: Path) -> OwnCheck:
+def own_check(candidate: Candidate, problem: Path, checkout: Path | None = None) -> OwnCheck:
     """Check a candidate of an imported op at the sizes that it was imported with.
 
     Args:
         problem: the file that the op was imported from.
+        checkout: KernelBench's repository, whose code checks; None: a check of the same form.
     """
     try:
-        return _checked(candidate, problem)
+        said = _checked(candidate, problem, checkout)
     except PatcherError as error:
-        return OwnCheck(accepted=None, why=error.message)
+        said = OwnCheck(accepted=None, why=error.message)
+    return said.model_copy(update={"by": "kernelbench" if checkout else "form"})
 
 
-def _checked(candidate: Candidate, problem: Path) -> OwnCheck:
+def runs_here(language: str) -> bool:
+    """Whether this machine has the device that a kernel needs."""
+    return device_kind(Language(language)) == "cpu" or torch.cuda.is_available()
+
+
+def package_of(checkout: Path) -> Path:
+    """KernelBench's package in its checkout.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    package = checkout / "src" / "kernelbench"
+    if not (package / "eval.py").is_file():
+        raise UsageError(f"{package} has no eval.py", "give the folder of KernelBench's repository")
+    return package
+
+
+def _checked(candidate: Candidate, problem: Path, checkout: Path | None) -> OwnCheck:
     contract, record = record_of(candidate.op)
     device = device_kind(candidate.language)
-    if device != "cpu" and not torch.cuda.is_available():
+    if checkout and not torch.cuda.is_available():
+        raise UsageError("KernelBench's own code needs a GPU", "check it where there is one")
+    if not runs_here(candidate.language):
         raise UsageError(f"a {candidate.language} kernel needs a GPU", "check it where it ran")
     with tempfile.TemporaryDirectory(prefix="patcher-own-check-") as scratch:
         work = Path(scratch)
@@ -92,8 +170,11 @@ def _checked(candidate: Candidate, problem: Path) -> OwnCheck:
             binding = built.binding
         answer = model_new(candidate, file, binding)
         (work / "answer.py").write_text(answer, encoding="utf-8")
-        (work / "check.py").write_text(SCRIPT, encoding="utf-8")
+        (work / "check.py").write_text(THEIRS if checkout else SCRIPT, encoding="utf-8")
         program = [sys.executable, "-P", "check.py", file.name, device]
+        if checkout:
+            shutil.copytree(package_of(checkout), work / "theirs" / "kernelbench")
+            program[-1] = "triton" if candidate.language is Language.TRITON else "cuda"
         code, log = run_compiler(program, work, CHECK_S, device=device)
         verdict = plain_file(work / "verdict.json", 10_000)
         if code != 0 or verdict is None:

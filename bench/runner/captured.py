@@ -18,9 +18,9 @@ _move = ctypes.memmove  # bound before any candidate is loaded
 class Arena:
     """Buffer sets on a GPU, side by side in one allocation, and the tensors of each call.
 
-    The first `sent` bytes of each set come from the judge, and the first `returned` bytes go back.
-    With `bare` there are only bytes and no tensors. `memory` gives a tensor of so many bytes, if
-    not PyTorch's allocator does.
+    The first `poisoned` bytes of each set hold poison before a call, the next `sent` ones come from
+    the judge, and the first `returned` bytes go back. With `bare` there are only bytes and no
+    tensors. `memory` gives a tensor of so many bytes, if not PyTorch's allocator does.
     """
 
     def __init__(
@@ -34,14 +34,15 @@ class Arena:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
-        self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
+        self.poisoned, self.sent = plan["poisoned_bytes"], plan["sent_bytes"]
+        self.returned = plan["returned_bytes"]
         size = self.set_bytes * sets
         if memory is None:
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         else:
             self.bytes = memory(size)
         self.pointer = self.bytes.data_ptr()
-        self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
+        self.slots = [slot for slot in plan["slots"] if slot["travel"] in ("checked", "mixed")]
         self.constants = [slot for slot in plan["slots"] if slot["constant"]]
         self.recipes: list[list[list[int]]] = []
         self.arguments = []
@@ -57,17 +58,17 @@ class Arena:
         """Bytes of a set, uint8."""
         return self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
 
-    def pieces(self, host: int, width: int) -> list[tuple[int, int, int]]:
-        """Addresses of the first `width` bytes of each set: (here, host, bytes)."""
+    def pieces(self, host: int, width: int, begin: int = 0) -> list[tuple[int, int, int]]:
+        """Addresses of `width` bytes of each set from `begin` on: (here, host, bytes)."""
         if width == self.set_bytes:
             return [(self.pointer, host, width * self.sets)]
-        return [(self.at(index), host + index * width, width) for index in range(self.sets)]
+        return [(self.at(index) + begin, host + index * width, width) for index in range(self.sets)]
 
     def mix(self, mixer: Any, stock: Any) -> None:
         """Fill the tensors that are not sent, by the recipes."""
         for index, recipes in enumerate(self.recipes):
             block = self.block(index)
-            mixer.surround(block[self.sent :])
+            mixer.surround(block[self.poisoned + self.sent :])
             slots = [slot for slot in self.slots if slot["travel"] == "mixed"]
             for slot, recipe in zip(slots, recipes, strict=True):
                 mixer.mix(block[slot["begin"] : slot["begin"] + slot["span_bytes"]], stock, recipe)

@@ -72,6 +72,16 @@ class Cuda:
             _POINTER(stream),
         )
 
+    def fill(self, target: int, byte: int, size: int, stream: int) -> None:
+        """Set each byte of device memory, in stream order."""
+        self.call(
+            "cudaMemsetAsync",
+            _POINTER(target),
+            ctypes.c_int(byte),
+            _SIZE(size),
+            _POINTER(stream),
+        )
+
     def event(self) -> int:
         event = _POINTER()
         self.call("cudaEventCreate", ctypes.byref(event))

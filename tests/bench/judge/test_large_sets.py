@@ -18,6 +18,7 @@ from patcher import bench, pipeline
 from patcher.bench import Candidate, Evaluation, Language, Outcome
 from patcher.bench.judge import JudgeSettings, cases, open_judge, planning, regimes
 from patcher.bench.judge import random_pool as stock
+from patcher.bench.judge.blob import FILL
 from patcher.bench.judge.cases import Case, Secrets, tensors_of
 from patcher.bench.judge.judge import Judge
 from patcher.bench.judge.memory_file import Left
@@ -367,7 +368,8 @@ def test_a_digest_tells_every_change_and_depends_on_the_key(size: int) -> None:
 def test_digests_are_the_runners_word_and_may_be_anything(small_is_large: None, said: Any) -> None:
     bits = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(1))
     sets = CallSets.made(OP, [Case(POINT, "normal", 1, ())], "cpu", bits)
-    back = sets.data[:, : sets.plan.returned_bytes].copy()
+    back = np.full((1, sets.plan.returned_bytes), FILL, dtype=np.uint8)
+    back[:, sets.plan.poisoned_bytes :] = sets.data
     left = Left(back, 9, [sets.digests(sets.inputs[0], 9)])
     found = sets.problem(left)
     assert found is not None

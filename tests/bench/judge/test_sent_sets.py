@@ -14,12 +14,14 @@ import torch
 from patcher import bench
 from patcher.bench.judge import cases, memory_file
 from patcher.bench.judge.blob import FILL, Wanted, holds, layout, write_set, write_slot
-from patcher.bench.judge.cases import Case, Secrets, correctness_cases
-from patcher.bench.judge.memory_file import SentSets, SharedSets
+from patcher.bench.judge.cases import Case, Secrets, correctness_cases, expect
+from patcher.bench.judge.memory_file import Left, SentSets, SharedSets
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
+from patcher.bench.runner import mixing
 from patcher.bench.runner.captured import Arena
 from patcher.bench.runner.mixing import Mixer
+from patcher.bench.runner.session import Session
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]
@@ -99,6 +101,30 @@ def test_a_change_in_a_slot_or_around_it_tells() -> None:
         assert not holds(slot, touched, value), at
 
 
+def fill(arena: Arena, sent: int, sets: CallSets, pool: RandomPool) -> None:
+    """Poison and what was sent, as a runner on a GPU fills its sets."""
+
+    class Cuda:
+        """Copies on the host."""
+
+        @staticmethod
+        def fill(target: int, byte: int, size: int, stream: object) -> None:
+            ctypes.memset(target, byte, size)
+
+        @staticmethod
+        def to_device(target: int, source: int, size: int) -> None:
+            ctypes.memmove(target, source, size)
+
+        @staticmethod
+        def synchronize() -> None:
+            """Nothing runs beside."""
+
+    session = object.__new__(Session)
+    session.cuda, session.inputs, session.mixer, session.stream = Cuda(), sent, Mixer(), 0
+    session.stock = pool.bits
+    session._fill(arena, sets.recipes)
+
+
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "MIXED_BYTES", 1 << 10)
@@ -120,10 +146,7 @@ def test_a_runner_on_a_gpu_finds_all_values_of_every_case(
             sets.write(sent.rows(count, sets.plan.sent_bytes))
             arena = Arena(sets.plan.model_dump(), count, device="cpu")
             arena.bytes.fill_(GARBAGE)
-            for here, host, size in arena.pieces(address, arena.sent):
-                ctypes.memmove(here, host, size)
-            arena.recipes = sets.recipes
-            arena.mix(Mixer(), pool.bits)
+            fill(arena, address, sets, pool)
             for index, (values, arguments) in enumerate(
                 zip(sets.inputs, arena.arguments, strict=True)
             ):
@@ -136,10 +159,12 @@ def test_a_runner_on_a_gpu_finds_all_values_of_every_case(
                     mine = values[slot.name].reshape(-1).view(torch.uint8)
                     assert torch.equal(argument.reshape(-1).view(torch.uint8), mine), slot.name
                 back = arena.block(index).numpy()[: sets.plan.returned_bytes]
-                assert np.array_equal(back, sets.data[index])
+                poisoned = sets.plan.poisoned_bytes
+                assert (back[:poisoned] == FILL).all()
+                assert np.array_equal(back[poisoned:], sets.data[index])
             digests = [sets.digests(values, 3) for values in sets.inputs]
             assert arena.digests(Mixer(), 3) == digests
-    assert travels == {"bytes", "checked", "mixed"}
+    assert travels == {"poisoned", "bytes", "checked", "mixed"}
 
 
 def test_only_the_sets_that_are_named_are_filled(small_is_large: None) -> None:
@@ -149,12 +174,66 @@ def test_only_the_sets_that_are_named_are_filled(small_is_large: None) -> None:
     shared = SharedSets(memory_file.memory_file("outputs", 1 << 30))
     rows = shared.rows(sets.plan, 3)
     rows[:] = GARBAGE
-    sets.write(rows, slice(1, 2))
+    sets.write_whole(rows, slice(1, 2))
     assert (rows[0] == GARBAGE).all()
     assert (rows[2] == GARBAGE).all()
     for slot in sets.plan.watched:
         assert holds(slot, rows[1], sets.inputs[1][slot.name])
-    assert np.array_equal(rows[1, : sets.plan.returned_bytes], sets.data[1])
+    poisoned = sets.plan.poisoned_bytes
+    assert poisoned
+    assert (rows[1, :poisoned] == FILL).all()
+    assert np.array_equal(rows[1, poisoned : sets.plan.returned_bytes], sets.data[1])
+
+
+def test_what_is_only_written_is_not_sent_and_a_write_before_a_call_tells(
+    small_is_large: None,
+) -> None:
+    pool = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(2))
+    sets = CallSets.made(OP, [Case(POINT, "normal", seed, ()) for seed in (1, 2)], "cpu", pool)
+    [out] = [slot for slot in sets.plan.slots if slot.travel == "poisoned"]
+    assert sets.plan.poisoned_bytes == out.slot_bytes
+    assert sets.plan.carried_bytes == max(sets.plan.sent_bytes, sets.plan.returned_bytes)
+    key, digests = 5, [sets.digests(values, 5) for values in sets.inputs]
+    back = np.full((2, sets.plan.returned_bytes), FILL, dtype=np.uint8)
+    back[:, sets.plan.poisoned_bytes :] = sets.data
+    right = expect(OP, sets.cases[0], sets.inputs[0])
+    write_slot(out, back[0], right.honest[out.name])
+    assert sets.problem_with([right], Left(back, key, digests), [0]) is None
+    for index, at, found in (
+        (1, out.offset, "never made"),
+        (1, out.begin + out.span_bytes // 2, "never made"),
+        (1, sets.plan.poisoned_bytes, "never made"),
+        (0, out.offset, "wrote outside of"),
+        (0, out.begin + out.span_bytes, "wrote outside of"),
+    ):
+        touched = back.copy()
+        touched[index, at] ^= 1
+        problem = sets.problem_with([right], Left(touched, key, digests), [0])
+        assert problem is not None
+        assert problem[0] == "guards"
+        assert found in problem[1]
+
+
+def test_bytes_that_change_after_the_reply_tell_in_whichever_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (memory_file, mixing):
+        monkeypatch.setattr(module, "PIECE_BYTES", 100)
+    descriptor = memory_file.memory_file("outputs", 1 << 12)
+    sent = np.arange(350, dtype=np.uint16).astype(np.uint8)
+    memory_file.write_at_start(descriptor, sent)
+    told = mixing.checksums(sent.data)
+    assert len(told) == 4
+    for at in (None, 0, 99, 100, 349):
+        if at is not None:
+            os.pwrite(descriptor, bytes([sent[at] ^ 1]), at)
+        read = np.empty(350, dtype=np.uint8)
+        assert (memory_file.read_summed(descriptor, read) == told) is (at is None)
+        memory_file.write_at_start(descriptor, sent)
+    assert memory_file.read_summed(descriptor, read[:60]) != told
+    with pytest.raises(ValueError, match="cut off"):
+        memory_file.read_summed(descriptor, np.empty(1 << 13, dtype=np.uint8))
+    os.close(descriptor)
 
 
 def test_what_the_judge_compares_with_is_not_what_the_runner_maps(
