@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Packs what a GPU host without network needs beside an engine and its torch: patcher with bench/lab,
-# the libraries that it imports, the kernels' sources, and patches for a version of vLLM from the
-# verdicts of bench/results/h100-kernels.
+# the libraries that it imports, the kernels' sources, and patches for a version of vLLM: `bundles`
+# from the verdicts of bench/results/h100-kernels, which stand together, and `blocks`, which the H200
+# of bench/results/kernels judged.
 #
 #   bench/lab/pack.sh OUT VLLM_VERSION [PYTHON_VERSION]
 #
@@ -17,7 +18,7 @@ python=${PYTHON:-$here/.venv/bin/python}
 out=$(mkdir -p "$out" && cd "$out" && pwd)
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 host=$work/host
-mkdir -p "$host/packages" "$host/bundles"
+mkdir -p "$host/packages" "$host/bundles" "$host/blocks"
 cd "$work"
 
 platforms=(); for minor in 28 27 17; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
@@ -39,15 +40,20 @@ tree=$(cd "$here" && PYTHONPATH=tests/support "$python" -P -c "import vllm_trees
 mkdir -p "engine/vllm-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" > "engine/vllm-$version.dist-info/METADATA"
 PIP_CONSTRAINT=/dev/null "$python" -m pip install -q --no-deps --target engine triton
+make_bundle() {  # OP FOLDER_OF_VERDICTS TARGET
+  local op=$1 folder known=()
+  for verdict in "$here/bench/results/$2/$op"-*.json.xz; do known+=(--evaluation "$verdict"); done
+  folder=$here/kernels/$op/solutions/$(basename "${known[1]}" | sed "s/^$op-//; s/\..*//")
+  PYTHONPATH=$work/engine:$tree "$python" -P -m patcher bundle "$op" "$(ls "$folder/$op".*)" "$3" \
+    --language "$(sed -n 's/^language = "\(.*\)"/\1/p' "$folder/solution.toml")" --engine vllm \
+    "${known[@]}" < /dev/null
+}
 for verdict in "$here"/bench/results/h100-kernels/*.json.xz; do basename "$verdict" | cut -d- -f1; done | sort -u > ops
-while read -r op; do
-  known=(); for verdict in "$here"/bench/results/h100-kernels/"$op"-*.json.xz; do known+=(--evaluation "$verdict"); done
-  solution=$(basename "${known[1]}" | sed "s/^$op-//; s/\..*//")
-  folder=$here/kernels/$op/solutions/$solution
-  language=$(sed -n 's/^language = "\(.*\)"/\1/p' "$folder/solution.toml")
-  PYTHONPATH=$work/engine:$tree "$python" -P -m patcher bundle "$op" "$(ls "$folder/$op".*)" \
-    "$host/bundles/$op.zip" --language "$language" --engine vllm "${known[@]}" < /dev/null
-done < ops
+while read -r op; do make_bundle "$op" h100-kernels "$host/bundles/$op.zip"; done < ops
+# not beside those: they take over their layers, or exclude them
+for op in moe_block qkv_rope_kv_update add_rms_norm_route qk_norm_rope silu_and_mul; do
+  make_bundle "$op" kernels "$host/blocks/$op.zip"
+done
 cat > "$host/activate" <<'ACTIVATE'
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/packages"
 ACTIVATE
