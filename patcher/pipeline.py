@@ -66,7 +66,7 @@ from patcher.runs.machine import judge_anew, same_machine
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
-from patcher.sweeps import served_sweep
+from patcher.sweeps import place_of, served_sweep
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -207,7 +207,9 @@ def execute(
         profile = run.step("profile", lambda: _profile(run, plan, workload, report), Profile)
         op_name = op_name or _first_covered(profile, workload)
         spot = next((spot for spot in profile.hotspots if spot.op == op_name), None)
-        share = f"{spot.share_pct:.1f} % of the profile" if spot else "not in the profile"
+        share = "not in the profile"
+        if spot is not None:
+            share = f"{spot.share_pct:.1f} % of the profile, ceiling {spot.ceiling_pct:+.1f} %"
         say(f"profile: {len(profile.kernels)} kernels; op {op_name}: {share}")
     if op_name is None:
         raise UsageError("no op was named", "name one, or run the whole path of a model")
@@ -215,6 +217,9 @@ def execute(
     op, language = load_op(op_name), _language(plan, workload)
     kind = judge_device_kind(where, language)
     sweep = served_sweep(op, kind, plan.sweep, workload if plan.whole else None)
+    if plan.whole:
+        assert workload is not None
+        say(place_of(op, kind, plan.sweep, workload))  # before a model is asked
     search = search_kernel(
         run,
         op,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from patcher.bench import SIZED, Op, Workload, dtypes_in
+from patcher.bench import SIZED, Op, UsageError, Workload, dtypes_in
 from patcher.bench.engines.architecture import known_sizes
+from patcher.places import places_in
 
 
 def served_sweep(op: Op, device: str, asked: str | None, workload: Workload | None) -> str | None:
@@ -37,3 +38,27 @@ def served_sweep(op: Op, device: str, asked: str | None, workload: Workload | No
     if found.name == op.sweep(device, asked).name:
         return asked
     return op.sweep(device, found.name).name
+
+
+def place_of(op: Op, device: str, asked: str | None, workload: Workload) -> str:
+    """Where an op goes in for a served model and what it is judged at, in words.
+
+    Args:
+        op, device, asked, workload: see `served_sweep`.
+
+    Raises:
+        UsageError: no patch point of the engine takes this model; or see `served_sweep`.
+        MissingError: see `served_sweep`.
+    """
+    places = places_in(workload.model, workload.engine)
+    points, refusal = places(op) if places is not None else ((), "its config.json is not known")
+    if not points:
+        raise UsageError(
+            f"{op.name} cannot be put in {workload.model} on {workload.engine}: {refusal}",
+            f"`patcher profile {workload.model}` says which ops can",
+        )
+    sweep = op.sweep(device, served_sweep(op, device, asked, workload))
+    values = ", ".join(f"{value:,}" for value in sweep.values)
+    sizes = [f"{sweep.axis} {values}", *(f"{axis} {size:,}" for axis, size in sweep.fixed.items())]
+    kinds = ", ".join(dict.fromkeys(sweep.dtypes.values()))
+    return f"{op.name} goes in at {', '.join(points)}; judged at {'; '.join(sizes)}; {kinds}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from patcher.bench import Language, load_op
+from patcher.bench import Language, UsageError, load_op
 from patcher.commands.console import (
     SEARCH,
     BudgetGpuMinutes,
@@ -37,6 +38,7 @@ from patcher.commands.execution import execute_run
     "patcher optimize fused_add_rms_norm --language triton --strategy translate "
     "--from-solution cuda_row",
     "patcher optimize fused_add_rms_norm --language cuda --dry-run",
+    "patcher optimize linear_fp8 --language cuda --served qwen3-30b-a3b-fp8 --engine vllm",
     "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
     "patcher optimize fused_add_rms_norm --language triton --judge ray@H100",
 )
@@ -78,6 +80,17 @@ def optimize(
             help="The sweep of the op that is timed; with other sizes, NAME@AXIS=SIZE,..."
         ),
     ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Judge at the sizes of this served model; refuse an op that it has no place for.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="The engine that runs --served; default: transformers."),
+    ] = None,
     counters: Annotated[
         bool, typer.Option(help="CUDA: give the analyst Nsight Compute's counters.")
     ] = True,
@@ -110,12 +123,25 @@ def optimize(
     known = load_op(op)
     numbers = {"width": width, "islands": islands, "seed": seed}
     search = Search.of(known, language, strategy, from_solution or (), **numbers)
+    output = Output(as_json)
+    if served is not None:
+        from patcher.commands.workloads import workload_for
+        from patcher.judges.languages import judge_device_kind
+        from patcher.sweeps import place_of, served_sweep
+
+        kind = judge_device_kind(settings.judge, language)
+        workload = workload_for(served, kind, engine=engine or "transformers")
+        if not as_json:
+            output.err.print(Text(place_of(known, kind, sweep, workload)))
+        sweep = served_sweep(known, kind, sweep, workload)
+    elif engine is not None:
+        raise UsageError("--engine is the engine of a served model", "add --served MODEL")
     if dry_run:
         from patcher.kernel_search.estimate import estimate
         from patcher.show.models import estimate_lines
 
         found = estimate(known, language, settings, sweep, search)
-        Output(as_json).emit(found, *estimate_lines(found))
+        output.emit(found, *estimate_lines(found))
         return 0
     plan = RunPlan(
         op=known.name,
@@ -127,4 +153,4 @@ def optimize(
         counters=counters,
     )
     run = pipeline.start(settings, "optimize", None, None, plan)
-    return execute_run(run, Output(as_json))
+    return execute_run(run, output)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import patcher
 from patch_sample import make_patch
 
 from patcher.ab import compare, session
@@ -16,7 +17,7 @@ from patcher.ab.job import ABJob
 from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
 from patcher.integrate.vllm.places import must_fit
 from patcher.places import places_in, require_layers, require_some_place
-from patcher.sweeps import served_sweep
+from patcher.sweeps import place_of, served_sweep
 
 TRACE = Path(__file__).parents[1] / "data/kineto/vllm_one_step_mi300.json.gz"
 NORM = load_op("fused_add_rms_norm")
@@ -157,6 +158,39 @@ def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
         attention.sweep("cpu", f"{attention.sweep('cpu').name}@tokens=0:4")
     with pytest.raises(UsageError, match="has no sweep nope@hidden=8 for cpu"):
         NORM.sweep("cpu", "nope@hidden=8")
+
+
+def test_a_loop_says_where_its_op_goes_in_and_at_which_sizes(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    said = place_of(load_op("rms_norm"), "cpu", None, workload(model))
+    assert said.startswith("rms_norm goes in at transformers: norm; judged at tokens 1, ")
+    assert said.endswith("; hidden 96; float32")
+    with pytest.raises(UsageError, match=r"moe_route cannot be put in .* has no patch point in"):
+        place_of(load_op("moe_route"), "cpu", None, workload(model))
+
+
+def test_optimize_refuses_an_op_that_a_served_model_has_no_place_for(tmp_path: Path) -> None:
+    asks = f"exchange:{tmp_path / 'prompts'}"
+    model = model_of(tmp_path)
+
+    def said(op: str, *more: str) -> tuple[int, str]:
+        words = ("optimize", op, "--language", "cpp", "--model", asks, *more)
+        done = patcher(*words, cwd=tmp_path)
+        return done.returncode, " ".join(done.stderr.split())
+
+    code, words = said("gemma_rms_norm", "--served", model)
+    assert code == 2
+    assert "cannot be put in" in words
+    assert "no norm of llama in transformers multiplies by one more than its weight" in words
+    code, words = said("linear_fp8", "--served", model, "--engine", "vllm")
+    assert (code, "are not quantised" in words) == (2, True)
+    code, words = said("rms_norm", "--engine", "vllm")
+    assert (code, "add --served MODEL" in words) == (2, True)
+    assert not (tmp_path / "prompts").exists(), "nobody was asked"
+    code, words = said("rms_norm", "--served", model)
+    assert (code, "rms_norm goes in at transformers: norm" in words) == (6, True)
+    [prompt] = (tmp_path / "prompts").glob("*.prompt.md")
+    assert "Timed points (cpu@hidden=96)" in prompt.read_text(encoding="utf-8")
 
 
 def test_patches_without_layers_are_refused_before_anything_is_loaded(

@@ -107,7 +107,7 @@ def test_the_plan_of_vllm_names_what_there_is() -> None:
     root = Path(__file__).parents[3]
     kernels = root / "kernels"
     values = {"engine": "engine", "judge": "judge", "kernels": str(kernels), "two": ""}
-    values |= {"older": "python-25", "newer": "python-33", "weights": "smollm2"}
+    values |= {"older": "python-25", "newer": "python-33", "weights": "smollm2", "loops": "loops"}
     jobs = gpu_queue.read_plan(root / "bench/lab/vllm.toml", values)
     assert {"soak", "verdict", "features", "dense", "served", "points"} < {job.name for job in jobs}
     sources = {word for job in jobs for word in job.run.split() if word.startswith(str(kernels))}
