@@ -141,7 +141,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Also check a model: preset, Hugging Face id, folder or config.json."
+            metavar="MODEL",
+            help="Also check a model: preset, Hugging Face id, folder or config.json.",
         ),
     ] = None,
     as_json: Json = False,
