@@ -141,7 +141,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Also check a model: a preset, or a folder with a config.json."
+            metavar="MODEL",
+            help="Also check a model: preset, Hugging Face id, folder or config.json.",
         ),
     ] = None,
     as_json: Json = False,
@@ -149,9 +150,9 @@ def verify_command(
     """Check, item by item, whether a patch fits this environment.
 
     Checks digests, evidence, the version range, the code that it replaces, the device and the
-    kernel; with `--model`, whether that model has layers which the patch takes, and in transformers
-    how often a step of decode calls them. Exit code 5: it does not fit, and what differs; 3:
-    something that it needs is missing.
+    kernel; with `--model`, which layers of that model the patch takes, and where the engine's code
+    tells it, how often a step of decode calls them. Exit code 5: it does not fit, and what differs;
+    3: something that it needs is missing.
     """
     from patcher.bench.engines.architecture import full_config, published_config
     from patcher.show.patches import verified_lines
