@@ -23,7 +23,7 @@ kernel's error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,7 +139,10 @@ def explain_mismatch(
     got, allowed = (_difference(each, reference, stored) for each in (value, honest))
     last_place = (stored.eps * reference.abs()).clamp_min(spacing) + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
-    signed = honest.double() - reference
+
+    def signed() -> Tensor:
+        return honest.double() - reference
+
     order = FLOAT32_ROUNDOFF * max(math.sqrt(reduction), reduction / 8 if alike else 0.0)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
@@ -148,7 +151,7 @@ def explain_mismatch(
     orders = ORDERS_FACTOR if fine else 1.0
     rmse = orders * rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
     if ours.rmse > rmse:
-        rmse += orders * further(reference.numel(), signed) * theirs.rmse
+        rmse += orders * further(reference.numel(), signed()) * theirs.rmse
     largest = orders * MAX_FACTOR * theirs.largest + tail
     errors = allowed.square()
     carried = _carried(float(errors.sum()), float(errors.square().sum()))
@@ -189,12 +192,12 @@ def _by_region(
     got: Tensor,
     allowed: Tensor,
     squares: Tensor,
-    signed: Tensor,
+    signed: Callable[[], Tensor],
     order: float,
     flushed: float,
     orders: float,
 ) -> str | None:
-    """Squared errors and values, in each eighth of each axis; `signed` ones of `allowed`."""
+    """Squared errors and values, in each eighth of each axis; `signed` gives those of `allowed`."""
     for axis, size in enumerate(got.shape):
         if size == 1:
             continue
@@ -213,7 +216,7 @@ def _by_region(
             limit += 4 * order * math.sqrt(float(values.sum()) / count) + flushed
             rmse, begin = math.sqrt(float(mine.sum()) / count), index * step
             if rmse > limit:
-                there = signed.narrow(axis, begin, len(mine))
+                there = signed().narrow(axis, begin, len(mine))
                 limit += orders * further(carried, there) * math.sqrt(error / count)
             if not rmse <= limit:
                 where = f"[{begin}:{begin + len(mine)}] of axis {axis}"

@@ -158,8 +158,8 @@ def test_a_plain_sum_in_float32_is_honest_and_one_in_bfloat16_is_not() -> None:
 
 
 def test_a_plain_sum_of_terms_that_are_alike_is_honest_and_one_in_bfloat16_is_not() -> None:
-    """A softmax of one hot number: 4,096 times exp(-1), all rounded to one side."""
-    columns = 4097
+    """A softmax of one hot number: 16,384 times exp(-1), all rounded to one side."""
+    columns = 16_385
     hot = torch.zeros(2, columns)
     hot[0, 7] = hot[1, 4000] = 1.0
     reference = hot.double().softmax(-1)
@@ -170,11 +170,12 @@ def test_a_plain_sum_of_terms_that_are_alike_is_honest_and_one_in_bfloat16_is_no
         narrow += terms[:, column : column + 1].bfloat16()
     honest = hot.softmax(-1)
 
-    def problem(total: torch.Tensor) -> str | None:
-        return explain_mismatch(terms / total, honest, reference, columns, alike=True)
+    def problem(total: torch.Tensor, alike: bool) -> str | None:
+        return explain_mismatch(terms / total, honest, reference, columns, alike=alike)
 
-    assert problem(plain) is None
-    assert problem(narrow) is not None
+    assert problem(plain, alike=True) is None
+    assert problem(plain, alike=False) is not None
+    assert problem(narrow, alike=True) is not None
 
 
 def test_where_few_numbers_hold_the_error_its_tail_is_the_largest() -> None:
