@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from op_judging import wrong_with
 
 from patcher import bench
+from patcher.bench.judge.cases import Case
+from patcher.bench.ops.contract import Point
 from patcher.bench.runner.loading import load
 
 OP = bench.load_op("grouped_topk")
 SOURCE = OP.folder / "solutions" / "cpu_torch" / "grouped_topk.py"
 KERNEL = load(str(SOURCE), "python", OP.name)
+DTYPES = OP.sweep("cpu").dtypes
 
 
 def inputs(
@@ -47,6 +53,31 @@ def right(given: dict[str, Any], *choices: tuple[int, int]) -> list[bool]:
 
 def logit(score: float) -> float:
     return math.log(score / (1 - score))
+
+
+@pytest.mark.parametrize("shape", OP.contract.hidden)
+def test_it_routes_as_deepseek_does(shape: Any) -> None:
+    """Token by token, expert by expert, without PyTorch."""
+    axes = shape.axes
+    point = Point(axes=axes, dtypes=DTYPES)
+    given = OP.inputs.make(point, torch.Generator().manual_seed(3), "normal")
+    found = OP.reference(**given, scaling=2.5)
+    size = axes["n_experts"] // axes["groups"]
+    for token, row in enumerate(given["logits"].tolist()):
+        parts = [math.exp(each) for each in row]
+        whole = [1 + part if axes["sigmoid"] else sum(parts) for part in parts]
+        scores = [part / all_ for part, all_ in zip(parts, whole, strict=True)]
+        added = given["bias"].tolist() or [0.0] * len(scores)
+        values = [score + bias for score, bias in zip(scores, added, strict=True)]
+        runs = [sorted(values[at : at + size])[::-1] for at in range(0, len(values), size)]
+        of_groups = [sum(run[: 1 + axes["biased"]]) for run in runs]
+        best = sorted(range(len(runs)), key=lambda group: -of_groups[group])[: axes["top_groups"]]
+        allowed = [expert for expert in range(len(values)) if expert // size in best]
+        picked = sorted(allowed, key=lambda expert: -values[expert])[: axes["top_k"]]
+        total = sum(scores[each] for each in picked) if axes["renormalised"] else 1.0
+        assert found["experts"][token].tolist() == picked
+        weights = [2.5 * scores[each] / total for each in picked]
+        assert found["weights"][token].tolist() == pytest.approx(weights, rel=1e-12)
 
 
 def test_groups_are_chosen_first() -> None:
@@ -90,3 +121,33 @@ def test_between_values_that_rounding_may_swap_either_is_right() -> None:
         assert right(near, (2, 3), (0, 1)) == [True, swaps]
         # never of two groups, nor of one that is surely not the best
         assert not any(right(near, (2, 0), (0, 3), (4, 5)))
+
+
+ORDER = "torch.sort(values{}, dim=1, descending=True, stable=True).indices"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[:, :top_groups]", ""),
+        ("min(2, size)", "1"),
+        (ORDER.format(""), f"values.shape[1] - 1 - {ORDER.format('.flip(1)')}"),
+        ("if renormalised", "if not renormalised"),
+        (" if sigmoid else ", " if not sigmoid else "),
+        ("picked * scaling", "picked"),
+    ],
+)
+def test_a_kernel_that_errs_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    """It ignores groups, has the largest of each alone, the other order of ties, and so on."""
+    source = SOURCE.read_text()
+    assert old in source
+    file = tmp_path / "grouped_topk.py"
+    file.write_text(source.replace(old, new))
+    wrong = load(str(file), "python", OP.name)
+    cases = [
+        Case(Point(axes=shape.axes | {"tokens": 16}, dtypes=DTYPES), regime, 5, (2.5,))
+        for shape in OP.contract.hidden
+        for regime in OP.inputs.REGIMES
+    ]
+    assert not any(wrong_with(OP, case, KERNEL) for case in cases)
+    assert any(wrong_with(OP, case, wrong) for case in cases)

@@ -148,6 +148,25 @@ def test_tokens_go_where_the_engine_sends_them(
     assert same(route(router), expected)
 
 
+@feature("`enforce_eager`, mode NONE", "right", POINT)
+def test_calls_beyond_the_guards_are_the_engines(engines: list[int]) -> None:
+    calls = {
+        "dtype bfloat16/float32/int32/float32": (grouped(), logits_of(torch.bfloat16)),
+        "dtype float32/bfloat16/int32/float32": (grouped(BIAS.bfloat16()), logits_of()),
+        "n_experts above 512": (grouped(torch.zeros(1024)), logits_of(experts=1024)),
+        "tokens above 64": (biased(), logits_of().repeat(13, 1)),
+        # then the engine routes without groups
+        "experts that make no groups": (grouped(num_expert_group=5), logits_of()),
+    }
+    for reason, (router, logits) in calls.items():
+        expected = route(router, logits)
+        kernel = kernel_of()
+        with patched(POINT, kernel):
+            assert same(route(router, logits), expected)
+            assert dict(kernel.book.fallbacks) == {reason: 1}
+            assert not kernel.book.calls
+
+
 @feature("rows of padding that experts skip", "right", POINT)
 @pytest.mark.parametrize("make", [grouped, biased])
 def test_rows_of_padding_have_no_expert(
