@@ -18,6 +18,7 @@ from patcher.integrate.vllm.roles.fp8_experts import Fp8Experts
 from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.greedy_head import GreedyHead
+from patcher.integrate.vllm.roles.grouped_topk import GroupedTopKRouter
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
 from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
@@ -56,6 +57,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GeluAndMul,
         GeluTanhAndMul,
         TopKRouter,
+        GroupedTopKRouter,
         GatedDelta,
         Mamba2Decode,
         GreedySampler,

@@ -282,7 +282,10 @@ def test_an_op_covers_a_kernel_of_all_its_parts_or_of_some_where_it_stands_for_s
     assert _names("rms_norm_kernel", "rope_kv") == ["qk_norm_rope", "rms_norm", "gemma_rms_norm"]
     assert _names("triton_red_fused_fused_add_rms_norm_0", "norms") == ["fused_add_rms_norm"]
     assert _names("moe_sum_kernel", "routing") == ["moe_experts_fp8_block", "moe_reduce"]
-    assert _names("grouped_topk_fused_kernel", "routing") == []
+    assert _names("grouped_topk_fused_kernel", "routing") == ["grouped_topk"]
+    gating = "void vllm::moe::topkGating<8, 64, 4, 16, 32, int, float, {}>"
+    routers = [_names(gating.format(scores), "routing") for scores in (0, 1, 2)]
+    assert routers == [["moe_topk"], ["grouped_topk"], []]
     assert _names("_causal_conv1d_update_kernel", "attention") == []
 
 
