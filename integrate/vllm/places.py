@@ -63,6 +63,7 @@ LAYERS: Mapping[str, RoleLayers] = {
         (_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4, counted="experts"
     ),
     "decode_attention": RoleLayers(("Attention",), counted="attention"),
+    "decode_attention.fp8": RoleLayers(("Attention",), counted="attention"),
     "embed_norm": RoleLayers(("VocabParallelEmbedding", "RMSNorm"), counted="step"),
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "experts.fp8_block": RoleLayers((_MOE,), "fp8", counted="experts"),

@@ -10,6 +10,7 @@ from patcher.integrate.vllm.roles.activation import GeluAndMul, GeluTanhAndMul, 
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.add_norm_route import AddNormRoute
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
+from patcher.integrate.vllm.roles.decode_attention_fp8 import DecodeAttentionFp8
 from patcher.integrate.vllm.roles.embed_norm import EmbedNorm
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
@@ -41,6 +42,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         RopeKvUpdate,
         QkvRopeKv,
         DecodeAttention,
+        DecodeAttentionFp8,
         MlaDecode,
         Routing,
         Reduce,

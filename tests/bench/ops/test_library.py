@@ -42,7 +42,8 @@ from patcher.bench.runner.loading import load
 
 NAMES = (
     "add_rms_norm_route",
-    *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
+    *("decode_attention", "decode_attention_fp8", "embed_norm", "gated_delta_decode"),
+    *("gelu_and_mul", "gelu_tanh_and_mul"),
     *("gemma_rms_norm", "grouped_topk", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode"),
     "mla_decode",
     *("moe_block", "moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
@@ -375,6 +376,8 @@ WRONG = {
     "add_rms_norm_route": ("bits = logits.float()", "bits = sums"),
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
+    # values with the scale of keys
+    "decode_attention_fp8": ("@ values * v_scale", "@ values * k_scale"),
     # what the state held before it decayed
     "gated_delta_decode": ("(value - (now * k)", "(value - (held.float() * k)"),
     # the approximation by tanh

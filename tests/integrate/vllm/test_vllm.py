@@ -261,6 +261,7 @@ PLACES = {
         )
     ],
     "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
+    "decode_attention.fp8": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
