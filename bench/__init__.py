@@ -52,6 +52,7 @@ from patcher.bench.ops.contract import (
 )
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtypes_in
 from patcher.bench.ops.header import comment_mark, header_form, header_hint, read_header
+from patcher.bench.ops.later_points import later_points
 from patcher.bench.ops.op import (
     Op,
     SolutionInfo,
@@ -167,6 +168,7 @@ __all__ = [
     "guess_language",
     "header_form",
     "header_hint",
+    "later_points",
     "library",
     "load_op",
     "load_ops",
