@@ -216,10 +216,12 @@ def execute(
 
     op, language = load_op(op_name), _language(plan, workload)
     kind = judge_device_kind(where, language)
-    sweep = served_sweep(op, kind, plan.sweep, workload if plan.whole else None)
+    sweep = plan.sweep
     if plan.whole:
         assert workload is not None
-        say(place_of(op, kind, plan.sweep, workload))  # before a model is asked
+        place = place_of(op, kind, sweep, workload)
+        say(place.said)  # before a model is asked
+        sweep = place.sweep
     search = search_kernel(
         run,
         op,

@@ -56,6 +56,7 @@ class VllmEngine:
     compiles: ClassVar[bool] = True
     options = staticmethod(vllm_options.options)
     cache_argument: ClassVar[str] = "kv_cache_memory_bytes"
+    share_argument: ClassVar[str] = "gpu_memory_utilization"
     reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}
 
     def __init__(

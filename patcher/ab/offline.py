@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import JsonValue
 
 from patcher.ab.engine_command import EngineCommand
 from patcher.ab.receipt_counts import calls_between
@@ -62,11 +64,13 @@ class OfflineTaking(SideTaking):
             receipts=calls_between((), [each for one in taken for each in one.receipts]),
         )
 
-    def compile(self, number: int, arm: Arm, index: int, python: str) -> None:
+    def compile(
+        self, arm: Arm, index: int, python: str, beside: Mapping[str, JsonValue] | None = None
+    ) -> None:
         """Run it briefly at the largest point."""
         self._done = index
         largest = max(self.job.points, key=lambda point: point.concurrency)
-        self._take(arm, largest, "which only compiles", self._load.brief)
+        self._take(arm, largest, "which only compiles", self._load.brief, beside)
 
     @property
     def _load(self) -> OfflineBench:
@@ -74,12 +78,18 @@ class OfflineTaking(SideTaking):
         return self.client.offline
 
     def _take(
-        self, arm: Arm, point: ServedPoint, note: str = "", more: Sequence[str] = ()
+        self,
+        arm: Arm,
+        point: ServedPoint,
+        note: str = "",
+        more: Sequence[str] = (),
+        beside: Mapping[str, JsonValue] | None = None,
     ) -> _Measured:
         """Run the benchmark at a point.
 
         Args:
             more: arguments that come last, and so count.
+            beside: as in `compile`.
 
         Raises:
             UsageError: the device is not free.
@@ -89,10 +99,12 @@ class OfflineTaking(SideTaking):
             folder = Path(scratch)
             said = f"starting the engine, {arm}{note and ', ' + note}: {point.label}"
             self._tell(ABPhase.LOAD, said)
-            self._await_free_device()
+            if beside is None:
+                self.await_free_device()
             values = self.job.values(self.prompts)
             values |= {"folder": folder, "result": RESULT, "concurrency": point.concurrency}
-            command = [*self.job.offline_command(self.side, values), *more]
+            side = self.side.beside(beside or {})
+            command = [*self.job.offline_command(side, values), *more]
             # else what it prints is in its log only when it ends
             environment = {**self._environment(folder), "PYTHONUNBUFFERED": "1"}
             title = f"{self.job.client} of the {arm}"

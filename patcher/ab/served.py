@@ -2,10 +2,10 @@
 
 Each side's server is a fresh process, started in ABBA order, alone on the device. It is warmed up,
 then a client drives it over HTTP at each point. Where an engine compiles when it starts, a server
-that is not measured does so before the side's first one on a host. Every process that was measured
-is a file in a folder, so that the same command goes on after a stop, or with more pairs. On several
-GPUs at a time it shares the pairs out. A client that starts the engine itself is driven by
-`patcher.ab.offline`.
+that is not measured does so before the side's first one on a host (`patcher.ab.first_starts`).
+Every process that was measured is a file in a folder, so that the same command goes on after a
+stop, or with more pairs. On several GPUs at a time it shares the pairs out. A client that starts
+the engine itself is driven by `patcher.ab.offline`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import JsonValue
+
 from patcher.ab.bench_client import BenchClient
+from patcher.ab.first_starts import compile_at_once, compile_side
 from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.offline import OfflineTaking
 from patcher.ab.receipt_counts import calls_between
-from patcher.ab.served_folder import ServedFolder, machine_of, this_host
+from patcher.ab.served_folder import ServedFolder, machine_of
 from patcher.ab.served_records import (
     ServedJob,
     ServedProcess,
@@ -134,14 +137,16 @@ def _take_pair(
     """
     python = takings[0].side.python  # one client measures both sides
     with folder.claimed(number, machine) as mine:
+        if mine and compiles(takings[0].job.workload.engine):
+            both = dict(zip(ARMS, takings, strict=True))
+            if (failed := compile_at_once(folder, both, python)) is not None:
+                takings[0].tell(f"both sides do not start at once, so one by one: {failed}")
         for arm in folder.order(number) if mine else ():
             if folder.has(number, arm):
                 continue
             taking = takings[ARMS.index(arm)]
             if compiles(taking.job.workload.engine):
-                with folder.compiling(arm, this_host()) as needed:
-                    if needed:
-                        taking.compile(number, arm, folder.taken, python)
+                compile_side(folder, arm, taking, python)
             taken = taking.process(number, arm, folder.taken, python)
             folder.keep(taken.model_copy(update={"machine": machine}))
     return mine
@@ -209,22 +214,31 @@ class Taking(SideTaking):
             receipts=receipts,
         )
 
-    def compile(self, number: int, arm: Arm, index: int, python: str) -> None:
+    def compile(
+        self, arm: Arm, index: int, python: str, beside: Mapping[str, JsonValue] | None = None
+    ) -> None:
         """Start the server, warm it up and end it, so that none that is measured compiles."""
         self._done = index
-        with self._serving(arm, python, "which only compiles") as at:
-            self._warm_up(at.server, number)
+        with self._serving(arm, python, "which only compiles", beside) as at:
+            self._warm_up(at.server, 0)
 
     @contextmanager
-    def _serving(self, arm: Arm, python: str, note: str = "") -> Iterator[_Running]:
+    def _serving(
+        self,
+        arm: Arm,
+        python: str,
+        note: str = "",
+        beside: Mapping[str, JsonValue] | None = None,
+    ) -> Iterator[_Running]:
         with tempfile.TemporaryDirectory(prefix="patcher-served-") as scratch:
             folder = Path(scratch)
             self._tell(ABPhase.LOAD, f"starting the server, {arm}{note and ', ' + note}")
-            self._await_free_device()
+            if beside is None:
+                self.await_free_device()
             port = self.job.port or free_port()
             environment = self._environment(folder)
             values = {**self.job.values(self.prompts), "port": port, "folder": folder}
-            command = self.job.serve_command(self.side, values)
+            command = self.job.serve_command(self.side.beside(beside or {}), values)
             with (
                 BenchClient(self.client, self.job.client, python, folder) as client,
                 EngineServer(arm, command, environment, folder, port, self.client.health) as server,

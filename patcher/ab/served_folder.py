@@ -122,6 +122,12 @@ class ServedFolder:
                     self._file(number, there[0]).unlink()
             yield mine
 
+    def has_compiled(self, arm: Arm, host: str) -> bool:
+        """Whether a side was compiled on a host, or is being compiled there."""
+        done = self._compiled(arm, host)
+        with held_if_free(done.with_suffix(".lock")) as free:
+            return not free or done.exists()
+
     @contextmanager
     def compiling(self, arm: Arm, host: str) -> Iterator[bool]:
         """Whether a side was not yet compiled on a host; waits while another process does it.
@@ -129,11 +135,14 @@ class ServedFolder:
         Args:
             host: digest of the host's name.
         """
-        done = self.path / f"compiled-{arm}-{host}"
+        done = self._compiled(arm, host)
         with held(done.with_suffix(".lock")):
             needed = not done.exists()
             yield needed
             done.touch()
+
+    def _compiled(self, arm: Arm, host: str) -> Path:
+        return self.path / f"compiled-{arm}-{host}"
 
     def _file(self, number: int, arm: Arm) -> Path:
         return self.path / f"pair-{number}-{arm}.json"

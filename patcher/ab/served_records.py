@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, JsonValue
 
@@ -41,6 +41,10 @@ class SideSetup:
     """A store whose patches are enabled, in place of `patches`."""
     python: str = sys.executable
     """The interpreter that the engine is installed for."""
+
+    def beside(self, arguments: Mapping[str, JsonValue]) -> Self:
+        """This side with arguments over its own."""
+        return replace(self, arguments={**self.arguments, **arguments})
 
     def digests(self, engine: str) -> dict[str, str]:
         """Digests of its patches by id.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from patcher.ab.served_records import ServedHeader, ServedJob, ServedProcess, SideSetup
 from patcher.ab.server import Installation, server_environment
@@ -52,8 +55,15 @@ class SideTaking(ABC):
         """
 
     @abstractmethod
-    def compile(self, number: int, arm: Arm, index: int, python: str) -> None:
-        """Start the engine and end it, so that none that is measured compiles."""
+    def compile(
+        self, arm: Arm, index: int, python: str, beside: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """Start the engine and end it, so that none that is measured compiles.
+
+        Args:
+            beside: arguments with which it leaves room for another engine, which is there; None: it
+                is alone.
+        """
 
     def _environment(self, folder: Path) -> dict[str, str]:
         """The environment of the side's engine, with its patches and receipts in that folder."""
@@ -63,7 +73,7 @@ class SideTaking(ABC):
         found |= self.client.random_environment if self.job.random else {}
         return found | self.side.environment(folder)
 
-    def _await_free_device(self) -> None:
+    def await_free_device(self) -> None:
         """Check that the engine will be alone; an ended one may take seconds to free its memory."""
         if self.job.workload.device != "cuda":
             return
@@ -75,6 +85,10 @@ class SideTaking(ABC):
                     "end them: an engine is measured alone",
                 )
             time.sleep(1)
+
+    def tell(self, said: str) -> None:
+        """Say something while an engine loads."""
+        self._tell(ABPhase.LOAD, said)
 
     def _tell(self, phase: ABPhase, said: str) -> None:
         self._progress(phase, said, self._done, 2 * self.job.process_pairs)

@@ -165,9 +165,10 @@ def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
 
 def test_a_loop_says_where_its_op_goes_in_and_at_which_sizes(tmp_path: Path) -> None:
     model = model_of(tmp_path)
-    said = place_of(load_op("rms_norm"), "cpu", None, workload(model))
-    assert said.startswith("rms_norm goes in at transformers: norm; judged at tokens 1, ")
-    assert said.endswith("; hidden 96; float32")
+    place = place_of(load_op("rms_norm"), "cpu", None, workload(model))
+    assert place.sweep == "cpu@hidden=96"
+    assert place.said.startswith("rms_norm goes in at transformers: norm; judged at tokens 1, ")
+    assert place.said.endswith("; hidden 96; float32")
     with pytest.raises(UsageError, match=r"moe_route cannot be put in .* has no patch point in"):
         place_of(load_op("moe_route"), "cpu", None, workload(model))
 

@@ -1,9 +1,11 @@
 """A double of an engine's server: it speaks the streaming protocol of OpenAI's completions.
 
     openai_server.py --port N [--first-ms 5] [--token-ms 1] [--patch ID] [--die-after N]
+        [--meet DIR] [--takes-all]
 
 Delays are known: the first token comes after one, each other token after the other. `/delays` says
 what they are. With `--patch` it writes receipts as a patched engine does, two calls a request.
+Given a share of the memory and `--meet`, it serves once another server waits there, too.
 """
 
 from __future__ import annotations
@@ -118,5 +120,15 @@ if __name__ == "__main__":
     parser.add_argument("--token-ms", type=float, default=1.0)
     parser.add_argument("--patch", default="")
     parser.add_argument("--die-after", type=int, default=0)
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--kv-cache-memory-bytes", type=int)
+    parser.add_argument("--meet", type=Path)
+    parser.add_argument("--takes-all", action="store_true", help="of the memory, whatever is said")
     OPTIONS = parser.parse_args()
+    if OPTIONS.gpu_memory_utilization and OPTIONS.takes_all:
+        raise SystemExit("out of memory")
+    if OPTIONS.gpu_memory_utilization and OPTIONS.meet:
+        (OPTIONS.meet / f"{os.getpid()}.here").touch()
+        while len(list(OPTIONS.meet.glob("*.here"))) < 2:
+            time.sleep(0.02)
     Server(("127.0.0.1", OPTIONS.port), Completions).serve_forever()

@@ -23,8 +23,9 @@ def options() -> argparse.Namespace:
     engine = argparse.ArgumentParser(add_help=False)
     for name in ("model", "tokenizer", "dtype", "load-format", "patch", "seen", "output-json"):
         engine.add_argument(f"--{name}", default="")
-    for name in ("seed", "max-model-len", "max-num-seqs"):
+    for name in ("seed", "max-model-len", "max-num-seqs", "kv-cache-memory-bytes"):
         engine.add_argument(f"--{name}", type=int)
+    engine.add_argument("--gpu-memory-utilization", type=float)
     for name, default in (("first-ms", 4.0), ("token-ms", 4.0), ("pause-s", 0.0)):
         engine.add_argument(f"--{name}", type=float, default=default)
     for name in ("start-only", "dies", "mute", "idle", "short"):

@@ -154,11 +154,36 @@ def test_no_process_that_is_measured_has_compiled(
         compare_served(job, (SLOW, FAST), tmp_path, lambda phase, said, *at: told.append(said))
         return [one.partition(", ")[2] for one in told if one.startswith("starting the server")]
 
-    once = ["which only compiles", ""]
-    assert [one.partition(", ")[2] for one in starts(1)] == once * 2
+    both = {f"{arm}, which only compiles" for arm in served.ARMS}
+    first = starts(1)
+    assert (set(first[:2]), first[2:]) == (both, list(served.ARMS))
     assert starts(2) == ["patched", "baseline"], "it finds on disk what those before compiled"
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
-    assert [one.partition(", ")[2] for one in starts(3)[:2]] == once
+    assert set(starts(3)[:2]) == both
+
+
+def test_both_sides_compile_at_once_where_both_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+
+    def told(place: str, **more: JsonValue) -> list[str]:
+        said: list[str] = []
+        sides = (SLOW.beside(more), FAST.beside(more))
+        compare_served(job, sides, tmp_path / place, lambda phase, each, *at: said.append(each))
+        return [one for one in said if one.startswith(("starting", "both sides"))]
+
+    # each of the two waits until the other is there, so that one after the other never serves
+    (tmp_path / "met").mkdir()
+    assert len(told("beside", meet=str(tmp_path / "met"))) == 4
+    # without room each starts alone, and that is said
+    alone = told("alone", takes_all=True)
+    assert "one by one: the baseline server ended" in alone[2]
+    assert "out of memory" in alone[2]
+    assert [one.removeprefix("starting the server, ") for one in alone[3:]] == [
+        f"{arm}{note}" for arm in served.ARMS for note in (", which only compiles", "")
+    ]
 
 
 def test_several_gpus_share_the_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
