@@ -52,7 +52,6 @@ from patcher.bench.ops.contract import (
 )
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtypes_in
 from patcher.bench.ops.header import comment_mark, header_form, header_hint, read_header
-from patcher.bench.ops.later_points import later_points
 from patcher.bench.ops.op import (
     Op,
     SolutionInfo,
@@ -62,6 +61,7 @@ from patcher.bench.ops.op import (
     op_problems,
     sweep_named,
 )
+from patcher.bench.ops.op_files import later_points
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems

@@ -18,8 +18,7 @@ from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import SIZED, Contract, Sweep
-from patcher.bench.ops.later_points import with_later_points
-from patcher.bench.ops.op_files import load_file
+from patcher.bench.ops.op_files import load_file, with_later_points
 from patcher.bench.ops.soundness import unsound
 from patcher.bench.records import Record, parse_toml, problem, read_source
 

@@ -16,7 +16,7 @@ import torch
 
 from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.rotation import Rotations, rotaries_of
-from patcher.integrate.transformers.rotation_probe import Turn, turn_of
+from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
 from patcher.integrate.transformers.topk_router import Recipe, Routers, recipe_of
 
 
@@ -44,7 +44,7 @@ def _takes(point: str, model: Any, module: Any) -> bool:
     if point == Linears.name:
         return Linears.by_its_class(module) is None
     if point == Rotations.name:
-        return isinstance(turn_of(module, rotaries_of(model)), Turn)
+        return isinstance(turn_of(module, rotaries_of(model)), HeadRotation)
     held = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in (*held.parameters(), *held.buffers()):
         if tensor.is_floating_point():

@@ -24,7 +24,7 @@ from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.probed import ProbedPoint
 from patcher.integrate.transformers.rotation_probe import (
-    Turn,
+    HeadRotation,
     axis_of,
     further_arguments,
     joined,
@@ -47,7 +47,7 @@ class Rotations(ProbedPoint):
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
-        self._turns: dict[torch.nn.Module, Turn | str] = {}
+        self._turns: dict[torch.nn.Module, HeadRotation | str] = {}
         self._table: tuple[Any, torch.Tensor] | None = None
         """(cosines, table): the layers of one forward of the model share the table. A layer that is
         called alone may be given the same cosines again, with other values in them."""
@@ -69,7 +69,7 @@ class Rotations(ProbedPoint):
 
     def computes(self, part: Any) -> bool:
         """See `ProbedPoint`."""
-        return isinstance(self._turn_of(part), Turn)
+        return isinstance(self._turn_of(part), HeadRotation)
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
@@ -84,7 +84,7 @@ class Rotations(ProbedPoint):
         self._table = None
         super().remove()
 
-    def _turn_of(self, attention: Any) -> Turn | str:
+    def _turn_of(self, attention: Any) -> HeadRotation | str:
         if attention not in self._turns:
             self._turns[attention] = turn_of(attention, rotaries_of(self.target))
         return self._turns[attention]
@@ -113,7 +113,7 @@ class Rotations(ProbedPoint):
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`."""
         turn = self._turn_of(part)
-        assert isinstance(turn, Turn), "a part that is patched was tried"
+        assert isinstance(turn, HeadRotation), "a part that is patched was tried"
         ours = with_function(
             kind_of(part).forward, turn.name, lambda own: self._rotation(part, turn, own, seam)
         )
@@ -124,7 +124,7 @@ class Rotations(ProbedPoint):
         return forward
 
     def _rotation(
-        self, attention: Any, turn: Turn, original: Callable[..., Any], seam: ForwardPatch
+        self, attention: Any, turn: HeadRotation, original: Callable[..., Any], seam: ForwardPatch
     ) -> Forward:
         # a hook of a projection would see its output change
         onlookers = Onlookers(lambda: ((), tuple(attention.children())))
@@ -144,7 +144,7 @@ class Rotations(ProbedPoint):
         return rotation
 
     def _joined(
-        self, turn: Turn, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
+        self, turn: HeadRotation, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
     ) -> torch.Tensor:
         # compiled code deduplicates equal work itself
         shared = not torch.compiler.is_compiling() and get_ident() in self._inside

@@ -28,7 +28,7 @@ _ARGUMENTS = ["q", "k", "cos", "sin"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class HeadRotation:
     """How the rotation of an attention is called."""
 
     axis: int
@@ -88,14 +88,14 @@ def axis_of(further: dict[str, Any], rest: tuple[Any, ...], named: dict[str, Any
 
 
 @torch.no_grad()
-def turn_of(attention: Any, rotaries: Iterable[Any]) -> Turn | str:
+def turn_of(attention: Any, rotaries: Iterable[Any]) -> HeadRotation | str:
     """How the rotation of an attention is called, or why it is not what the op does.
 
     Args:
         attention: the module, with its own weights; it may be on the device `meta`.
         rotaries: the modules of its model that give cosines and sines.
     """
-    kind, seen = kind_of(attention), list[Turn | str]()
+    kind, seen = kind_of(attention), list[HeadRotation | str]()
     given = _inputs(attention, rotaries)
     if isinstance(given, str):
         return given
@@ -110,7 +110,7 @@ def turn_of(attention: Any, rotaries: Iterable[Any]) -> Turn | str:
 
     def in_place(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
         turn = seen[0]
-        assert isinstance(turn, Turn), "only what is one is tried again"
+        assert isinstance(turn, HeadRotation), "only what is one is tried again"
         query, key = (rows(each, turn, copied=False) for each in (q, k))
         rotate(query.flatten(0, 1), key.flatten(0, 1), joined(turn, cos, sin, len(query)))
         return whole(query, q, turn), whole(key, k, turn)
@@ -174,7 +174,9 @@ def _layer_type(attention: Any) -> Any:
     return None if types is None or index is None else types[index]
 
 
-def _turn(name: str, original: Callable[..., Any], args: tuple[Any, ...], axis: Any) -> Turn | str:
+def _turn(
+    name: str, original: Callable[..., Any], args: tuple[Any, ...], axis: Any
+) -> HeadRotation | str:
     """How one call of a rotation turns, tried on other numbers of the same shapes."""
     q, k, cos, sin, *rest = args
     if axis not in (None, 1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
@@ -188,7 +190,7 @@ def _turn(name: str, original: Callable[..., Any], args: tuple[Any, ...], axis: 
         tokens = q.shape[3 - at]
         if size > most or size % 2 or tokens != cos.shape[1]:
             continue
-        turn = Turn(at, size, cos.shape[-1], (q.dtype, cos.dtype), name, paired)
+        turn = HeadRotation(at, size, cos.shape[-1], (q.dtype, cos.dtype), name, paired)
         table = joined(turn, cos, sin, 1)
         pairs = zip((q, k), turned, strict=True)
         if all(_alike(turn, heads, got, table) for heads, got in pairs):
@@ -204,14 +206,14 @@ def _some_angles(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def joined(turn: Turn, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> torch.Tensor:
+def joined(turn: HeadRotation, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> torch.Tensor:
     """The op's table [batch * tokens, size]: cosines, then sines, of each token."""
     half = turn.size // 2
     table = torch.cat((cos[..., :half], sin[..., :half]), -1)
     return table.expand(batch, -1, -1).flatten(0, 1).contiguous()
 
 
-def _alike(turn: Turn, heads: torch.Tensor, got: torch.Tensor, table: torch.Tensor) -> bool:
+def _alike(turn: HeadRotation, heads: torch.Tensor, got: torch.Tensor, table: torch.Tensor) -> bool:
     wide = rows(heads.float(), turn, copied=True)
     only = wide.flatten(0, 1)
     rotate(only, only[:, :0], table.float())
@@ -219,7 +221,7 @@ def _alike(turn: Turn, heads: torch.Tensor, got: torch.Tensor, table: torch.Tens
     return got.dtype == heads.dtype and _close(got.float(), expected)
 
 
-def rows(heads: torch.Tensor, turn: Turn, *, copied: bool) -> torch.Tensor:
+def rows(heads: torch.Tensor, turn: HeadRotation, *, copied: bool) -> torch.Tensor:
     """What is turned, [batch, tokens, heads, size] and dense: the heads themselves, or a copy."""
     found = (heads.transpose(1, 2) if turn.axis == 1 else heads)[..., : turn.size]
     if turn.paired:
@@ -228,7 +230,7 @@ def rows(heads: torch.Tensor, turn: Turn, *, copied: bool) -> torch.Tensor:
     return found if dense else found.clone(memory_format=torch.contiguous_format)
 
 
-def whole(found: torch.Tensor, heads: torch.Tensor, turn: Turn) -> torch.Tensor:
+def whole(found: torch.Tensor, heads: torch.Tensor, turn: HeadRotation) -> torch.Tensor:
     """Heads in the order of the original, whose first part is turned."""
     turned = found.transpose(1, 2) if turn.axis == 1 else found
     rest = heads[..., turn.size :]

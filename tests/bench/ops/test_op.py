@@ -11,8 +11,8 @@ import torch
 from patcher import bench
 from patcher.bench.judge.accuracy import error_of, explain_mismatch
 from patcher.bench.ops.contract import Point, _arithmetic
-from patcher.bench.ops.later_points import _read
 from patcher.bench.ops.op import Op, user_op_folders
+from patcher.bench.ops.op_files import points_by_op
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -194,4 +194,4 @@ def test_points_that_came_later_are_of_ops_that_there_are() -> None:
     for name in ("linear", "moe_topk", "rope"):
         assert bench.later_points(bench.load_op(name).folder)
     known = {op.folder for op in bench.load_ops().values() if bench.later_points(op.folder)}
-    assert {folder.name for folder in known} == set(_read())
+    assert {folder.name for folder in known} == set(points_by_op())

@@ -17,7 +17,7 @@ from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
 from patcher.integrate.transformers.rotation import Rotations, rotaries_of
-from patcher.integrate.transformers.rotation_probe import Turn, turn_of
+from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
 
 WHOLE = ("llama", "qwen2", "qwen3", "mixtral", "gemma3_text", "olmo2", "gpt_oss", "jetmoe")
 """Whose heads are turned as a whole, and where they are."""
@@ -217,7 +217,7 @@ def test_an_attention_that_cannot_be_tried_alone_is_told() -> None:
 def test_shapes_alone_tell_of_a_model_without_weights() -> None:
     model = built("deepseek_v3").to("meta")
     turn = turn_of(attention_of(model), rotaries_of(model))
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, HeadRotation)
     assert turn.paired
 
 
