@@ -318,7 +318,7 @@ def _header_hint(run: Run, search: LoopResult) -> str | None:
 
 
 def make_patch(run: Run, search: LoopResult, workload: Workload) -> RunPatch:
-    """Bundle the best candidate of the loop.
+    """Bundle the best candidate of the loop, for the op's first point that the model has.
 
     Raises:
         VerificationError: its file was changed.
@@ -340,5 +340,6 @@ def make_patch(run: Run, search: LoopResult, workload: Workload) -> RunPatch:
         model=attempt.model,
         run=run.id,
         built=build(candidate, op.contract),
+        point_name=must_fit_model(op, workload.engine, _config_of(workload)),
     )
     return RunPatch(folder="patch", id=patch.manifest.id, digest=patch.digest)

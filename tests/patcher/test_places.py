@@ -14,7 +14,7 @@ from patch_sample import make_patch
 
 from patcher.ab import compare, session
 from patcher.ab.job import ABJob
-from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
+from patcher.bench import UsageError, VerificationError, Workload, load_op, load_ops, sweep_named
 from patcher.integrate.vllm.places import must_fit
 from patcher.places import places_in, require_layers, require_some_place
 from patcher.sweeps import place_of, served_sweep
@@ -69,6 +69,9 @@ def test_a_model_without_places_is_refused_before_anything_is_measured(
     require_some_place(workload("gpt-oss-tiny"))
     require_some_place(workload(model_of(tmp_path)))
     other = model_of(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    require_some_place(workload(other))  # its output matrix is a linear layer
+    ops = {name: op for name, op in load_ops().items() if name != "linear"}
+    monkeypatch.setattr("patcher.places.load_ops", lambda: ops)
     with pytest.raises(UsageError, match="no op of the library can be put in") as caught:
         require_some_place(workload(other))
     assert "GPT2LMHeadModel has no layer" in caught.value.message

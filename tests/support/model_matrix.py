@@ -59,7 +59,7 @@ def decoded(kind: str, folder: Path) -> dict[str, str]:
             point.find()
         except VerificationError:
             continue
-        with inside(point, original_kernel(name)) as book:
+        with inside(point, original_kernel(name, bounded=True)) as book:
             engine.decode(decoding, 1)
         taken, left = sum(book.calls.values()), sum(book.reasons.values())
         if taken:
