@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_gpu import awq_codes, awq_matrix
 from vllm_here import config, needs_vllm
 
 from patcher import bench
@@ -148,23 +149,6 @@ def test_gptq_matrices_have_scales_to_match(
         assert layer.g_idx.tolist() == [0] * 128 + [1] * 128
 
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where the columns of a word of AWQ are in it, four bits each."""
-
-
-def awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[..., columns / 8] as AWQ packs it, as integers [..., columns]."""
-    return ((words.unsqueeze(-1) >> 4 * torch.tensor(AWQ_ORDER)) & 15).flatten(-2)
-
-
-def awq_matrix(qweight: Any, scales: Any, qzeros: Any, group: int) -> torch.Tensor:
-    """[..., inputs, outputs], as AWQ defines it: (code - zero point) * scale."""
-    zeros, wide = (
-        each.repeat_interleave(group, -2) for each in (awq_codes(qzeros), scales.float())
-    )
-    return (awq_codes(qweight) - zeros) * wide
-
-
 def awq(bits: int = 4, group: int = 64) -> Any:
     from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
@@ -199,7 +183,7 @@ def test_awq_matrices_have_zeros_and_scales_to_match(
     from vllm.model_executor.layers.quantization import auto_awq
 
     def gemm(x: Any, qweight: Any, scales: Any, qzeros: Any, packed: int) -> torch.Tensor:
-        result: torch.Tensor = x @ awq_matrix(qweight, scales, qzeros, 64).to(x)
+        result: torch.Tensor = x @ awq_matrix(qweight, scales, qzeros).to(x)
         return result
 
     monkeypatch.setattr(_custom_ops, "awq_gemm", gemm)
@@ -229,7 +213,7 @@ def test_awq_matrices_have_zeros_and_scales_to_match(
     assert (codes.shape, zeros.shape) == ((HIDDEN, 384), (HIDDEN // 64, 384))
     assert codes.unique().numel() == 16, "the sign bit of each word too"
     assert zeros.eq(8).all(), "in the middle of what codes can be"
-    matrix = awq_matrix(layer.qweight, layer.scales, layer.qzeros, 64)
+    matrix = awq_matrix(layer.qweight, layer.scales, layer.qzeros)
     assert spread(matrix) == STD / math.sqrt(2)
     assert matrix.mean().abs() < 0.2 * matrix.std()
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -284,7 +268,7 @@ def test_awq_experts_have_zeros_and_scales_to_match(
             scales, offset = (each.repeat_interleave(64, -1) for each in (scales, offset))
             matrix = ((codes.int() - offset.int()) * scales).mT
         else:
-            matrix = awq_matrix(*parts, 64)
+            matrix = awq_matrix(*parts)
         assert matrix.shape == shape
         assert matrix.unique().numel() == 16
         assert spread(matrix) == wanted

@@ -13,6 +13,7 @@ import pytest
 import torch
 from feature_matrix import feature
 from vllm_attention import BLOCK, HEAD_DIM, HEADS, KV_HEADS, attention, empty_cache
+from vllm_gpu import flash
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher import bench
@@ -30,30 +31,6 @@ CPU = load(str(OP.folder / "solutions/cpu_torch/decode_attention.py"), "python",
 LENGTHS = (5, 17, 0)
 WINDOW = 4
 POINT = "decode_attention"
-
-
-def flash(**given: Any) -> None:
-    """FlashAttention with paged keys: each request's last queries attend to what is before."""
-    query, out, starts = given["q"], given["out"], given["cu_seqlens_q"].tolist()
-    left = (given["window_size"] or (-1, -1))[0]
-    for request, length in enumerate(given["seqused_k"].tolist()):
-        for token in range(starts[request], min(starts[request + 1], len(query))):
-            end = length - (starts[request + 1] - 1 - token)
-            if length == 0:
-                out[token] = 0
-                continue
-            size = 0 if left == -1 else left + 1
-            CPU(
-                query[token : token + 1].flatten(1),
-                given["k"],
-                given["v"],
-                given["block_table"][request : request + 1],
-                torch.tensor([end], dtype=torch.int32),
-                torch.tensor([size] if size else [], dtype=torch.int32),
-                torch.empty(0) if given["s_aux"] is None else given["s_aux"],
-                out[token : token + 1].flatten(1),
-                given["softmax_scale"],
-            )
 
 
 @pytest.fixture
