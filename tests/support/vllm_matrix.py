@@ -49,6 +49,7 @@ def _write(only: list[str]) -> None:
         for name in only or TRIED:
             calls[name] = proven(name, Path(folder))
             print(name, len(calls[name]), flush=True)
+    calls = {name: calls[name] for name in TRIED if name in calls}
     text = json.dumps({"vllm": VERSION, "calls": calls}, indent=1)
     DATA.write_text(f"{text}\n", encoding="utf-8")
 

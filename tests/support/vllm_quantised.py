@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_experts import matmul_ogs, routed_here
+from vllm_fp8 import ExpertsGpu, Gpu, chooses, quantised
 from vllm_sample import EXPERTS, swizzled
 
 from patcher.integrate.vllm import sources
@@ -41,3 +42,19 @@ def mxfp4(patch: pytest.MonkeyPatch) -> None:
     for name in _REPLACED:  # that the place is vLLM's own is for other tests to say
         patch.setattr(POINTS[name], "find", lambda self: "")
     routed_here(patch)
+
+
+def fp8(patch: pytest.MonkeyPatch) -> None:
+    """Linear layers and experts by Triton's kernels for blocks of 32."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    backend = sources.part(f"{_MOE}.oracle.fp8:Fp8MoeBackend").TRITON
+    experts = sources.part(f"{_MOE}.experts.triton_moe:TritonExperts")
+    patch.setattr(CustomOp, "maybe_compile", lambda self, fn, **more: fn)
+    patch.setattr(fp8, "init_fp8_linear_kernel", chooses("triton"))
+    patch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (backend, experts))
+    patch.setattr(fp8_utils, "per_token_group_quant_fp8", quantised)
+    patch.setattr(fp8_utils, "w8a8_triton_block_scaled_mm", Gpu().triton)
+    ExpertsGpu().put_in(patch)

@@ -22,7 +22,7 @@ from patch_sample import kernel as add_norm
 from tiny_models import KINDS, MORE, model_of
 from vllm_attention import BLOCK
 from vllm_gpu import as_on_a_gpu
-from vllm_quantised import mxfp4
+from vllm_quantised import fp8, mxfp4
 
 from patcher.bench import load_op, presets
 from patcher.bench.engines import served_weights, vllm_weights
@@ -58,8 +58,19 @@ PUBLISHED = (
 LEFT_OUT = frozenset(("deepseek_v4", "jetmoe", "kimi_linear", "lfm2", "mamba", "rwkv"))
 """Of `tiny_models`: vLLM has no class of its own, or it needs what no double stands for here."""
 PLAIN = sorted({*KINDS, *MORE} - LEFT_OUT)
+_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(2))],
+}
+PASSES = ("fuse_norm_quant", "fuse_act_quant")
+"""Passes of the compiler that need a GPU, and have something to fuse in models in fp8. A point that
+they exclude there is not tried in one."""
 QUANTISED: dict[str, tuple[dict[str, Any], Any]] = {
+    "deepseek_v3 fp8": (_FP8, fp8),
     "gpt_oss mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
+    "qwen3_moe fp8": (_FP8, fp8),
 }
 """An architecture and how its weights are quantised: so its config.json says, and the doubles."""
 TRIED = [*PLAIN, *QUANTISED]
@@ -246,7 +257,12 @@ def built(folder: str, dtype: str = "float32") -> Whole:
             model=folder, skip_tokenizer_init=True, dtype=dtype, seed=1, max_model_len=64
         ),
         compilation_config=CompilationConfig(
-            mode=3, backend="eager", custom_ops=["none"], compile_sizes=[], cudagraph_mode="NONE"
+            mode=3,
+            backend="eager",
+            custom_ops=["none"],
+            compile_sizes=[],
+            cudagraph_mode="NONE",
+            pass_config=dict.fromkeys(PASSES, False),
         ),
     )
     dtype_of = set_default_torch_dtype(config.model_config.dtype)
@@ -259,6 +275,10 @@ def built(folder: str, dtype: str = "float32") -> Whole:
 
 AT_RANDOM = frozenset(("sampler.top_k_top_p",))
 """The points whose kernel samples; other steps are greedy."""
+
+
+NEAR = {torch.float32: 1e-3, torch.bfloat16: 8 * torch.finfo(torch.bfloat16).eps}
+"""How far a step with a patch may be from one without, beside the largest number."""
 
 
 def kernel_of(name: str) -> Dispatcher:
@@ -291,6 +311,8 @@ def proven(name: str, folder: Path) -> dict[str, str]:
         own = {at_random: built(made, dtype).step(at_random) for at_random in (False, True)}
         found = {}
         for point in POINTS:
+            if name.endswith(" fp8") and {*POINTS[point].fused_by} & {*PASSES}:
+                continue
             with vllm_here.patched(point, kernel := kernel_of(point)) as inside:
                 whole = built(made, dtype)
                 if not survey(inside, kernel.guards, whole.model.modules()).taken:
@@ -304,11 +326,11 @@ def proven(name: str, folder: Path) -> dict[str, str]:
 
 
 def _must_be_near(given: list[torch.Tensor], own: list[torch.Tensor], name: str) -> None:
-    """Compare within some roundings of the largest number; the tokens, where logits are equal."""
+    """Compare beside the largest number; the tokens, where logits are equal."""
     *given, tokens = given
     *own, expected = own
     for mine, other in zip(given, own, strict=True):
-        finest = 8 * torch.finfo(mine.dtype).eps
-        near = {"rtol": finest, "atol": finest * float(other.abs().max())}
+        part = NEAR[mine.dtype]
+        near = {"rtol": part, "atol": part * float(other.abs().max())}
         torch.testing.assert_close(mine, other, **near, msg=lambda why: f"{name}: {why}")
     assert not torch.equal(given[1], own[1]) or torch.equal(tokens, expected), name
