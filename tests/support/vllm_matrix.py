@@ -49,9 +49,10 @@ def _write(only: list[str]) -> None:
         for name in only or TRIED:
             calls[name] = proven(name, Path(folder))
             print(name, len(calls[name]), flush=True)
-    calls = {name: calls[name] for name in TRIED if name in calls}
-    text = json.dumps({"vllm": VERSION, "calls": calls}, indent=1)
-    DATA.write_text(f"{text}\n", encoding="utf-8")
+    rows = (f"  {json.dumps(name)}: {json.dumps(calls[name])}" for name in TRIED if name in calls)
+    text = ",\n".join(rows)
+    head = f'{{"vllm": {json.dumps(VERSION)}, "calls": {{'
+    DATA.write_text(f"{head}\n{text}\n}}}}\n", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
