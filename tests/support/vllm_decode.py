@@ -1,4 +1,4 @@
-"""A double of FlashAttention's kernel for steps of decode: it speaks its protocol, in PyTorch."""
+"""Steps of decode by FlashAttention's backend, with a double of its kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_gpu import flash
 
 from patcher import bench
 from patcher.bench.runner.loading import load
@@ -14,43 +15,6 @@ from patcher.bench.runner.loading import load
 OP = bench.load_op("decode_attention")
 CPU = load(str(OP.folder / "solutions/cpu_torch/decode_attention.py"), "python", OP.name)
 LENGTHS = (5, 17, 0)
-
-
-def flash(**given: Any) -> None:
-    """FlashAttention with paged keys: each request's last queries attend to what is before."""
-    query, out, starts = given["q"], given["out"], given["cu_seqlens_q"].tolist()
-    left = (given["window_size"] or (-1, -1))[0]
-    for request, length in enumerate(given["seqused_k"].tolist()):
-        keys, values = (_numbers(given, name, request) for name in "kv")
-        for token in range(starts[request], min(starts[request + 1], len(query))):
-            end = length - (starts[request + 1] - 1 - token)
-            if length == 0:
-                out[token] = 0
-                continue
-            size = 0 if left == -1 else left + 1
-            heads = _numbers(given, "q", request)[token : token + 1]
-            CPU(
-                heads.flatten(1),
-                keys,
-                values,
-                given["block_table"][request : request + 1],
-                torch.tensor([end], dtype=torch.int32),
-                torch.tensor([size] if size else [], dtype=torch.int32),
-                torch.empty(0) if given["s_aux"] is None else given["s_aux"],
-                out[token : token + 1].flatten(1),
-                given["softmax_scale"],
-            )
-
-
-def _numbers(given: dict[str, Any], name: str, request: int) -> torch.Tensor:
-    """The numbers of q, k or v: in fp8 times the request's scale of each key head."""
-    found: torch.Tensor = given[name]
-    descale = given[f"{name}_descale"]
-    if found.dtype != torch.float8_e4m3fn or descale is None:
-        return found.float()
-    kv_heads = given["k"].shape[2]
-    scales = descale[request].repeat_interleave(found.shape[-2] // kv_heads)
-    return found.float() * scales.unsqueeze(-1)
 
 
 def put_double(monkeypatch: pytest.MonkeyPatch, forward: Any) -> None:
