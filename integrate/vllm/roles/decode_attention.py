@@ -125,6 +125,7 @@ def _forward(original: Any, kernel: Dispatcher) -> Any:
             output_scale,
             output_block_scale,
         )
+        kernel.left()
         return found
 
     return forward
