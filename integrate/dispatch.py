@@ -46,8 +46,8 @@ class Dispatcher:
     """
 
     eager_only = False
-    """Whether calls in code that torch.compile made of a whole model are left to that code, where
-    what stands for the engine's own is our arithmetic."""
+    """Whether a transformers model's compiled code is left to itself: there our arithmetic would
+    stand for the engine's own, which a recorder is for."""
 
     def __init__(
         self,

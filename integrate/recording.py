@@ -22,9 +22,9 @@ import torch
 from patcher.bench import Contract, UsageError
 from patcher.bench.judge.recording import (
     ALIGNED,
+    CallRecording,
     RecordedCall,
     RecordedTensor,
-    Recording,
     dtype_name,
     kept,
     name_of,
@@ -136,9 +136,9 @@ class Recorder(Dispatcher):
             self.left_out[NOT_TOLD] -= 1
             self._end(call, written)
 
-    def record(self) -> Recording:
+    def record(self) -> CallRecording:
         """What is recorded so far, without the values."""
-        return Recording(
+        return CallRecording(
             op=self.contract.name,
             signature=self.contract.signature(),
             engine=self._point.engine,

@@ -12,9 +12,9 @@ from patcher.bench.judge import regimes
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.judge.recorded import EngineError, engine_error
 from patcher.bench.judge.recording import (
+    CallRecording,
     EngineCall,
     RecordedTensor,
-    Recording,
     op_of,
     read_recording,
     strides_that_matter,
@@ -68,7 +68,7 @@ class ObservedGroup(Record):
     """Why it is not confirmed."""
 
 
-class Observation(Record):
+class ContractObservation(Record):
     """What a recording says of its op."""
 
     schema_version: int = SCHEMA_VERSION
@@ -89,7 +89,7 @@ class Observation(Record):
         return any(group.finding == "refuted" for group in self.groups)
 
 
-def observe(file: Path) -> Observation:
+def observe(file: Path) -> ContractObservation:
     """Compare a recording with its op's contract, sweeps, regimes and reference.
 
     Raises:
@@ -105,8 +105,10 @@ def observe(file: Path) -> Observation:
     return _observation(recording, found)
 
 
-def _observation(recording: Recording, groups: tuple[ObservedGroup, ...]) -> Observation:
-    return Observation(
+def _observation(
+    recording: CallRecording, groups: tuple[ObservedGroup, ...]
+) -> ContractObservation:
+    return ContractObservation(
         op=recording.op,
         engine=recording.engine,
         engine_version=recording.engine_version,
@@ -242,4 +244,11 @@ def _largest(value: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-__all__ = ["EngineError", "Finding", "Observation", "ObservedGroup", "TensorValues", "observe"]
+__all__ = [
+    "ContractObservation",
+    "EngineError",
+    "Finding",
+    "ObservedGroup",
+    "TensorValues",
+    "observe",
+]

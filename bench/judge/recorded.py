@@ -29,7 +29,7 @@ from patcher.bench.judge.cases import (
     value_problem,
 )
 from patcher.bench.judge.memory_file import CAPACITY
-from patcher.bench.judge.recording import EngineCall, Recording, read_recording
+from patcher.bench.judge.recording import CallRecording, EngineCall, read_recording
 from patcher.bench.ops.dtypes import dtype_of
 from patcher.bench.ops.op import Op
 from patcher.bench.records import Record
@@ -85,7 +85,7 @@ def engine_error(op: Op, call: EngineCall, device: str = "cpu") -> EngineError:
     )
 
 
-def recorded_cases(op: Op, file: Path, device: str) -> tuple[Recording, list[Case]]:
+def recorded_cases(op: Op, file: Path, device: str) -> tuple[CallRecording, list[Case]]:
     """The cases of a recording that a kernel of the op may be called for.
 
     Raises:
@@ -116,7 +116,7 @@ def recorded_cases(op: Op, file: Path, device: str) -> tuple[Recording, list[Cas
     return recording, cases
 
 
-def told(recording: Recording, cases: Iterable[Case]) -> str:
+def told(recording: CallRecording, cases: Iterable[Case]) -> str:
     """What a passed check says of the calls."""
     count = len(list(cases))
     left = len(recording.calls) - count

@@ -57,7 +57,7 @@ class RecordedCall(Record):
     """Why the contract's guards leave such a call to the engine, whatever the kernel."""
 
 
-class Recording(Record):
+class CallRecording(Record):
     """What is known of a recording beside the values."""
 
     schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
@@ -128,7 +128,7 @@ def name_of(value: Tensor) -> str:
     return hashlib.sha256(head + data.numpy().tobytes()).hexdigest()[:24]
 
 
-def write_recording(path: Path, recording: Recording, values: Mapping[str, Tensor]) -> None:
+def write_recording(path: Path, recording: CallRecording, values: Mapping[str, Tensor]) -> None:
     """Write the file, or leave the one that was there."""
     from safetensors.torch import save
 
@@ -136,7 +136,7 @@ def write_recording(path: Path, recording: Recording, values: Mapping[str, Tenso
     write_atomically(path, save(held, metadata={HEADER: recording.model_dump_json()}))
 
 
-def read_recording(path: Path, contract: Contract) -> tuple[Recording, list[EngineCall]]:
+def read_recording(path: Path, contract: Contract) -> tuple[CallRecording, list[EngineCall]]:
     """Read a recording of an op.
 
     Raises:
@@ -168,13 +168,13 @@ def op_of(path: Path) -> str:
 _AGAIN = "record the calls again: see docs/tutorials/write-an-op.md"
 
 
-def _read(path: Path) -> tuple[Recording, dict[str, Tensor]]:
+def _read(path: Path) -> tuple[CallRecording, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(HEADER, "")
-            recording = Recording.model_validate_json(header)
+            recording = CallRecording.model_validate_json(header)
             return recording, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}", _AGAIN) from error

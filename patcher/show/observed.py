@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 from rich.text import Text
 
-from patcher.bench.judge.observed import Observation, ObservedGroup, TensorValues
+from patcher.bench.judge.observed import ContractObservation, ObservedGroup, TensorValues
 
 
-def observed_tables(found: Observation) -> Iterator[Table | Text]:
+def observed_tables(found: ContractObservation) -> Iterator[Table | Text]:
     """One table of groups of equal calls, one of their tensors, and what is not judged."""
     kept = sum(len(group.calls) for group in found.groups)
     head = (
@@ -26,7 +26,7 @@ def observed_tables(found: Observation) -> Iterator[Table | Text]:
         yield Text(f"not recorded: {count:,}: {reason}")
 
 
-def _groups(title: str, found: Observation) -> Table:
+def _groups(title: str, found: ContractObservation) -> Table:
     table = Table(title=title)
     for name in ("group", "calls", "sizes", "contract", "engine's error", "baseline's", "judged"):
         table.add_column(name)
@@ -46,7 +46,7 @@ def _errors(errors: Mapping[str, float]) -> str:
     return "\n".join(f"{name} {error:.2e}" for name, error in errors.items())
 
 
-def _tensors(found: Observation) -> Table:
+def _tensors(found: ContractObservation) -> Table:
     table = Table(title="tensors")
     for name in ("group", "tensor", "dtype", "shape", "strides", "values"):
         table.add_column(name)
