@@ -24,6 +24,7 @@ from patcher.bench.ops.contract import Contract, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op, load_op
 from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.workload import pick_device
 
 Finding = Literal["confirmed", "coarser", "refuted", "left to the engine"]
 """`confirmed`: the engine's outputs would pass as a candidate's. `coarser`: they err by more than
@@ -101,7 +102,9 @@ def observe(file: Path) -> ContractObservation:
     for call in calls:
         alike = [(t.shape, t.strides, t.shift, t.dtype) for t in call.record.tensors]
         groups.setdefault((tuple(alike), call.record.refusal), []).append(call)
-    found = tuple(_group(op, alike) for alike in groups.values())
+    # where the engine ran on a GPU, the accuracy baseline is a GPU's
+    device = "cpu" if recording.device == "cpu" else pick_device(None)
+    found = tuple(_group(op, alike, device) for alike in groups.values())
     return _observation(recording, found)
 
 
@@ -120,7 +123,7 @@ def _observation(
     )
 
 
-def _group(op: Op, calls: Sequence[EngineCall]) -> ObservedGroup:
+def _group(op: Op, calls: Sequence[EngineCall], device: str) -> ObservedGroup:
     first = calls[0]
     numbers = tuple(call.record.number for call in calls)
     tensors = tuple(_values(tensor, calls) for tensor in first.record.tensors)
@@ -136,7 +139,7 @@ def _group(op: Op, calls: Sequence[EngineCall]) -> ObservedGroup:
             baseline={},
             problem=first.record.refusal,
         )
-    errors = [engine_error(op, call) for call in calls]
+    errors = [engine_error(op, call, device) for call in calls]
     worst = max(errors, key=lambda error: (error.refuted, bool(error.problem)))
     finding: Finding = "refuted" if worst.refuted else "coarser" if worst.problem else "confirmed"
     not_judged = (
