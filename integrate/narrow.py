@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patcher.bench import AxisGuard, Contract, Evaluation, sweep_named
+from patcher.bench.engines.served_axes import served_axes
 from patcher.integrate.manifest import JudgedShape
 
 
@@ -25,23 +26,34 @@ def worth_calling(contract: Contract, evaluations: Sequence[Evaluation]) -> dict
 def judged_shapes(
     contract: Contract, evaluations: Sequence[Evaluation], axes: dict[str, AxisGuard]
 ) -> tuple[JudgedShape, ...]:
-    """Shapes whose own verdict allows what the others' guards do not.
+    """Shapes whose own verdicts allow what the others' guards do not.
+
+    A call does not tell how long its requests are, so that verdicts over a paged cache which differ
+    in lengths alone are about one shape, and each narrows.
 
     Args:
         axes: what `worth_calling` gave.
     """
-    found = []
+    names = served_axes(contract.name)
+    room = names.room if names is not None else frozenset[str]()
+    judged: list[tuple[dict[str, int], str, dict[str, AxisGuard]]] = []
     for evaluation in evaluations:
         sweep = sweep_named(contract, evaluation.sweep)
         if sweep is None or not evaluation.timings or _slower_everywhere(evaluation):
             continue
-        own = {**contract.guards.axes, **_cut(contract.guards.axes, contract, evaluation)}
-        guard = own.get(sweep.axis, AxisGuard())
-        if guard != axes.get(sweep.axis, AxisGuard()):
-            sizes = dict(evaluation.timings[0].axes)
-            sizes.pop(sweep.axis, None)
-            found.append(JudgedShape(sizes=sizes, axis=sweep.axis, guard=guard))
-    return tuple(found)
+        left_out = {sweep.axis, *room}
+        known = evaluation.timings[0].axes
+        sizes = {axis: size for axis, size in known.items() if axis not in left_out}
+        own = next((own for *shape, own in judged if shape == [sizes, sweep.axis]), None)
+        if own is None:
+            own = dict(contract.guards.axes)
+            judged.append((sizes, sweep.axis, own))
+        own |= _cut(own, contract, evaluation)
+    return tuple(
+        JudgedShape(sizes=sizes, axis=axis, guard=own.get(axis, AxisGuard()))
+        for sizes, axis, own in judged
+        if own.get(axis, AxisGuard()) != axes.get(axis, AxisGuard())
+    )
 
 
 def _slower_everywhere(evaluation: Evaluation) -> bool:

@@ -70,6 +70,19 @@ def class_digests(file: Path, ending: str) -> list[tuple[str, str]]:
     ]
 
 
+def definitions(file: Path) -> Iterator[tuple[str, ast.FunctionDef, str]]:
+    """The functions of a file, and the methods of its classes (`Class.method`), each with its
+    syntax and the digest of its code, in which neither its name nor its decorators count."""
+    _, tree = _parsed(file, file.stat().st_mtime_ns)
+    for node in tree.body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        before = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for each in inside:
+            if isinstance(each, ast.FunctionDef):
+                digest = _sha(_form(each, ("name", "decorator_list", "returns")))[:16]
+                yield f"{before}{each.name}", each, digest
+
+
 def chosen_classes(file: Path) -> set[str]:
     """The names that a file uses under a condition alone, as in `A() if setting else B()`.
 

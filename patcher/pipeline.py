@@ -216,10 +216,12 @@ def execute(
 
     op, language = load_op(op_name), _language(plan, workload)
     kind = judge_device_kind(where, language)
-    sweep = served_sweep(op, kind, plan.sweep, workload if plan.whole else None)
+    sweep = plan.sweep
     if plan.whole:
         assert workload is not None
-        say(place_of(op, kind, plan.sweep, workload))  # before a model is asked
+        place = place_of(op, kind, sweep, workload)
+        say(place.said)  # before a model is asked
+        sweep = place.sweep
     search = search_kernel(
         run,
         op,
@@ -316,7 +318,7 @@ def _header_hint(run: Run, search: LoopResult) -> str | None:
 
 
 def make_patch(run: Run, search: LoopResult, workload: Workload) -> RunPatch:
-    """Bundle the best candidate of the loop.
+    """Bundle the best candidate of the loop, for the op's first point that the model has.
 
     Raises:
         VerificationError: its file was changed.
@@ -338,5 +340,6 @@ def make_patch(run: Run, search: LoopResult, workload: Workload) -> RunPatch:
         model=attempt.model,
         run=run.id,
         built=build(candidate, op.contract),
+        point_name=must_fit_model(op, workload.engine, _config_of(workload)),
     )
     return RunPatch(folder="patch", id=patch.manifest.id, digest=patch.digest)

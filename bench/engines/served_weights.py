@@ -7,7 +7,7 @@ their format, so that routing is spread out and activations stay sane through al
 - bfloat16, float16 and float32;
 - 8-bit floats, with a scale for a tensor, for its rows or for blocks (`weight_scale_inv`);
 - MXFP4, packed in bytes, with powers of two as scales;
-- 4- and 8-bit integers packed in int32, as GPTQ and AWQ have them, and int8.
+- 4- and 8-bit integers packed in int32 or in bytes, as GPTQ and AWQ have them, and int8.
 
 A matrix is quantised by making codes of a known spread, and scales that bring it to the one wanted.
 Read against vLLM 0.25.1 to 0.33.0, whose layers and names SGLang 0.5.23 has from it.
@@ -169,7 +169,7 @@ def _fill_scale(
         raise _unknown(name, "is a scale of no matrix that is known here")
     if codes.dtype in _FLOAT8:
         wanted = spread / FLOAT8_SPREAD
-    elif codes.dtype == torch.uint8:
+    elif codes.dtype == torch.uint8 and not of.endswith("qweight"):
         wanted = spread / FLOAT4_SPREAD
     elif codes.dtype == torch.int8:
         wanted = spread / _integer_spread(8)
@@ -194,12 +194,15 @@ def _is_codes(leaf: str, parameter: torch.Tensor) -> bool:
 
 
 def _bits(name: str, layer: Any) -> int:
-    """Bits of one integer of a matrix that is packed in int32."""
-    method = getattr(layer, "quant_method", None)
-    packed = getattr(getattr(method, "quant_config", None), "pack_factor", None)
-    if packed not in (4, 8):
+    """Bits of one integer of a matrix that is packed in int32, or in bytes."""
+    config = getattr(getattr(layer, "quant_method", None), "quant_config", None)
+    packed = getattr(config, "pack_factor", None)
+    if packed in (4, 8):
+        return 32 // int(packed)
+    bits = getattr(config, "weight_bits", None)
+    if bits not in (4, 8):
         raise _unknown(name, "is packed in a way that its layer does not tell")
-    return 32 // int(packed)
+    return int(bits)
 
 
 def _integer_spread(bits: int) -> float:

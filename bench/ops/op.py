@@ -18,7 +18,7 @@ from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import SIZED, Contract, Sweep
-from patcher.bench.ops.op_files import load_file
+from patcher.bench.ops.op_files import load_file, with_later_points
 from patcher.bench.ops.soundness import unsound
 from patcher.bench.records import Record, parse_toml, problem, read_source
 
@@ -45,7 +45,8 @@ class Op:
         self.folder = folder
         file = folder / "op.toml"
         try:
-            self.contract = Contract(**parse_toml(read_source(file)))
+            named = Contract(**parse_toml(read_source(file)))
+            self.contract = with_later_points(named, folder)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read: {problem(error)}", "fix the file") from error
         except (ValidationError, tomllib.TOMLDecodeError) as error:

@@ -1,6 +1,7 @@
 """The Python files of an op, loaded by path: `kernels/` and a user's folder are data, no packages.
 
-Anyone may write an op, so what is wrong with a file is said with its path and what to fix.
+Anyone may write an op, so what is wrong with a file is said with its path and what to fix. Patch
+points that a contract of the library does not name come from `points.toml` here.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import tomllib
 import traceback
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from patcher.bench.errors import PatcherError, UsageError
+from patcher.bench.machine.environment import ROOT
+from patcher.bench.ops.contract import Contract, PatchPointSpec
 
 
 def load_file(path: Path, *needed: str) -> ModuleType:
@@ -70,3 +75,26 @@ def line_of(error: BaseException, path: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f"line {lines[-1]} of {path.name}" if lines else path.name
+
+
+@cache
+def points_by_op() -> dict[str, tuple[PatchPointSpec, ...]]:
+    """What `points.toml` says, by the op's name."""
+    text = Path(__file__).with_name("points.toml").read_text(encoding="utf-8")
+    return {
+        op: tuple(PatchPointSpec.model_validate(each) for each in points)
+        for op, points in tomllib.loads(text).items()
+    }
+
+
+def later_points(folder: Path) -> tuple[PatchPointSpec, ...]:
+    """Those of the op in a folder of the library; a user's op of that name has none."""
+    library = (ROOT / "patcher" / "kernel_library").resolve()
+    return points_by_op().get(folder.name, ()) if folder.resolve().parent == library else ()
+
+
+def with_later_points(contract: Contract, folder: Path) -> Contract:
+    """The contract, with these after its own. `op.toml` stays as it is: with one more it would have
+    another digest, and every verdict on its kernels would be of no use."""
+    points = (*contract.patch_points, *later_points(folder))
+    return contract.model_copy(update={"patch_points": points})

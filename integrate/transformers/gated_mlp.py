@@ -18,7 +18,7 @@ from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.mlp_classes import is_product
 from patcher.integrate.transformers.onlookers import Onlookers
-from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.parts import bare, kind_of
 from patcher.integrate.transformers.probed import ProbedPoint
 from patcher.integrate.transformers.swap import Forward
 
@@ -50,7 +50,7 @@ class GatedMlps(ProbedPoint):
 
     def computes(self, part: Any) -> bool:
         """See `ProbedPoint`."""
-        return _computes(part)
+        return _computes(bare(part))
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,17 @@ def without_patches(kind: type[Any]) -> type[Any]:
     while "patch_point" in vars(kind):
         kind = kind.__base__  # type: ignore[assignment]  # a patch's class has one
     return kind
+
+
+def bare(module: Any) -> Any:
+    """A module to try: a copy of it and of its parts without patches and hooks, whose calls nobody
+    counts or sees. Weights and settings are the same objects."""
+    copied = copy.copy(module)
+    copied._modules = {
+        name: None if part is None else bare(part) for name, part in module._modules.items()
+    }
+    copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
+    return copied
 
 
 def refuse_replaced(module: Any) -> None:

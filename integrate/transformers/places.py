@@ -19,6 +19,7 @@ from patcher.bench.engines.architecture import stated_sizes, text_part
 from patcher.integrate.source_parts import chosen_classes, class_digests
 from patcher.integrate.source_tree import SourceTree
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
+from patcher.integrate.transformers.role_sources import says
 
 LAYERS: Mapping[str, str | None] = {
     "gpt_oss.decoder_layer": "gpt_oss",
@@ -28,6 +29,9 @@ LAYERS: Mapping[str, str | None] = {
     "norm": None,
     "gemma_norm": None,
     "gated_mlp": None,
+    "linear": None,
+    "router": None,
+    "rotation": None,
 }
 """The architecture that a patch point is of, by its name; None for a role that any may have."""
 NORMS: Mapping[str, tuple[str, str]] = {
@@ -35,6 +39,14 @@ NORMS: Mapping[str, tuple[str, str]] = {
     "gemma_norm": ("gemma_rms_norm", "one more than its weight"),
 }
 """By point: the op that its norms compute, and what they multiply by."""
+
+
+ROLES: Mapping[str, str] = {
+    "linear": "no layer of {} in transformers is torch.nn.Linear's",
+    "router": "no router of {} in transformers has the softmax over the chosen logits as scores",
+    "rotation": "no attention of {} in transformers turns the halves of a head",
+}
+"""What is said of a model without layers of a point, by those that a built model is asked for."""
 
 
 class TransformersTree(SourceTree):
@@ -58,6 +70,8 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     model, alone = config(), LAYERS[point]
     if point in NORMS:
         return _norms_of(point, model)
+    if point in ROLES:
+        return _role_of(point, model)
     if alone is None:
         return mlps_of(model)
     kind, named = str(model.get("model_type")), model.get("architectures")
@@ -78,6 +92,31 @@ def _norms_of(point: str, config: Mapping[str, Any]) -> str:
         f"no norm of {kind} in transformers multiplies by {NORMS[point][1]}",
         "its norms are of another kind; name another op",
     )
+
+
+def _role_of(point: str, config: Mapping[str, Any]) -> str:
+    kind, said = str(config.get("model_type")), [False, *_said(point, config)]
+    if True in said:
+        return f"{kind} has layers of {point}"
+    if None in said:  # settings decide
+        from patcher.integrate.transformers.role_places import taken
+
+        _, found = taken(point, config)
+        if names := dict.fromkeys(type(each).__name__ for each in found):
+            return f"{kind} has {', '.join(names)}"
+    raise VerificationError(
+        ROLES[point].format(kind), "its layers are of another kind; name another op"
+    )
+
+
+def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
+    """What each file of a model says of a point by itself; None: only a built model tells."""
+    for each in _names(config):
+        file = _modeling_file(each)
+        if file is not None and point == "linear":
+            yield "nn.Linear(" in file.read_text(encoding="utf-8") or None
+        elif file is not None:
+            yield says(point, file)
 
 
 def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:
@@ -144,22 +183,29 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
 
         kind: Any = POINTS[point]
         return stated_sizes(config).layers * int(kind.calls_per_layer)
-    names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
-    model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
+    if point in ROLES:
+        from patcher.integrate.transformers.role_places import taken
+
+        model, found = taken(point, config)
+    else:
+        names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
+        model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
+        found = [each for each in model.modules() if type(each).__name__ in names]
     calls = 0
 
     def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
 
-    for module in model.modules():
-        if type(module).__name__ in names:
-            module.register_forward_pre_hook(count)
+    hooks = [module.register_forward_pre_hook(count) for module in found]
     try:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
     except RuntimeError:  # it asks for the value of a tensor
         return None
+    finally:
+        for hook in hooks:
+            hook.remove()
     return calls
 
 

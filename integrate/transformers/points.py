@@ -6,9 +6,12 @@ from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
 from patcher.integrate.transformers.gated_mlp import GatedMlps
+from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
+from patcher.integrate.transformers.rotation import Rotations
 from patcher.integrate.transformers.router import GptOssRouters
+from patcher.integrate.transformers.topk_router import Routers
 
 POINTS: dict[str, type[PatchPoint]] = {
     point.name: point
@@ -16,6 +19,9 @@ POINTS: dict[str, type[PatchPoint]] = {
         RmsNorms,
         GemmaRmsNorms,
         GatedMlps,
+        Linears,
+        Routers,
+        Rotations,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,

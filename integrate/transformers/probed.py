@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +17,9 @@ from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
 from patcher.integrate.transformers.parts import kind_of, refuse_replaced
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
+
+ELSE = "it computes something else"
+"""Why a layer keeps the engine's own code where no more is known than what a probe gave."""
 
 
 class ProbedPoint(ForwardsPoint):
@@ -60,7 +64,7 @@ class ProbedPoint(ForwardsPoint):
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
-        return None if self.computes(layer) else "it computes something else"
+        return None if self.computes(layer) else ELSE
 
     def _parts(self) -> list[torch.nn.Module]:
         parts = [each for each in self.target.modules() if self.of_role(each)]
@@ -85,7 +89,8 @@ class ProbedPoint(ForwardsPoint):
             )
         if not taken:
             raise VerificationError(
-                f"{type(self.target).__name__} has no {self.role} {self.wanted}",
+                f"{type(self.target).__name__} has no {self.role} {self.wanted}"
+                + _told(Counter(filter(None, map(self.applies, parts)))),
                 f"its {self.others} are of another kind; revert the patch",
             )
         return taken
@@ -109,6 +114,12 @@ class ProbedPoint(ForwardsPoint):
             ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
             for part in parts
         ]
+
+
+def _told(refused: Counter[str]) -> str:
+    """`: 2: it also computes sigmoid`, where a point says more than that it is something else."""
+    refused.pop(ELSE, None)
+    return "".join(f"; {count:,}: {reason}" for reason, count in refused.most_common())
 
 
 _Step = tuple[dict[str, Any], str, torch.nn.Module]

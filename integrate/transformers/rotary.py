@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
-from types import CellType, FunctionType
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
 from patcher.integrate.points import source_digest
+from patcher.integrate.transformers.copied_forward import with_function
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import check_kinds, kind_of
@@ -55,7 +54,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
         attentions = [layer.self_attn for layer in body.layers]
         check_kinds(attentions, source.GptOssAttention)
-        _with_rotation(source.GptOssAttention.forward, lambda original: original)
+        with_function(source.GptOssAttention.forward, _FUNCTION, lambda original: original)
         return attentions
 
     def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
@@ -82,8 +81,10 @@ class GptOssRotaryEmbedding(GptOssPoint):
             self._table = None
 
     def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
-        ours = _with_rotation(
-            kind_of(attention).forward, lambda original: self._rotation(attention, original, seam)
+        ours = with_function(
+            kind_of(attention).forward,
+            _FUNCTION,
+            lambda original: self._rotation(attention, original, seam),
         )
 
         def forward(*args: Any, **more: Any) -> Any:
@@ -133,43 +134,6 @@ class GptOssRotaryEmbedding(GptOssPoint):
         if shared:
             self._table = cos, joined
         return joined
-
-
-def _with_rotation(function: Any, replaced: Callable[[Forward], Forward]) -> Any:
-    """A copy of the attention's function, decorators included, that calls another rotation.
-
-    Args:
-        function: the method, or what a decorator made of it.
-        replaced: returns the rotation, given transformers' own.
-
-    Raises:
-        VerificationError: it is not a function that calls the rotation by its name.
-    """
-    inner, closure = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None)
-    names = getattr(function, "__globals__", {})
-    if inner is not None and closure:
-        within = _with_rotation(inner, replaced)
-        own, closure = (
-            closure,
-            tuple(CellType(within) if cell.cell_contents is inner else cell for cell in closure),
-        )
-        fits = any(now is not then for now, then in zip(closure, own, strict=True))
-    else:
-        fits = inner is None and _FUNCTION in names
-    if not (isinstance(function, FunctionType) and fits):
-        raise VerificationError(
-            "GptOssAttention.forward is not a function that calls the rotation",
-            "remove the other patch first",
-        )
-    if inner is None:
-        # without `__name__`, torch.compile uses these globals instead of the module's
-        names = {name: value for name, value in names.items() if name != "__name__"}
-        names[_FUNCTION] = replaced(names[_FUNCTION])
-    # torch.compile identifies functions by their code object, so each gets its own
-    code = function.__code__.replace()
-    made = FunctionType(code, names, "forward", function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 def _rotate(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:

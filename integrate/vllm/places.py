@@ -63,6 +63,7 @@ LAYERS: Mapping[str, RoleLayers] = {
         (_MOE, "RMSNorm", "GateLinear|ReplicatedLinear"), _MXFP4, counted="experts"
     ),
     "decode_attention": RoleLayers(("Attention",), counted="attention"),
+    "decode_attention.fp8": RoleLayers(("Attention",), counted="attention"),
     "embed_norm": RoleLayers(("VocabParallelEmbedding", "RMSNorm"), counted="step"),
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "experts.fp8_block": RoleLayers((_MOE,), "fp8", counted="experts"),
@@ -90,6 +91,9 @@ LAYERS: Mapping[str, RoleLayers] = {
     "quantize_fp8": RoleLayers((_LINEAR,), "fp8"),
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope"), counted="attention"),
+    "router.grouped_topk": RoleLayers(
+        (_MOE, "e_score_correction_bias|expert_bias"), counted="experts"
+    ),
     "router.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),), counted="experts"),
     "sampler.greedy": RoleLayers(("LogitsProcessor",), counted="step"),

@@ -10,6 +10,7 @@ from patcher.integrate.vllm.roles.activation import GeluAndMul, GeluTanhAndMul, 
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.add_norm_route import AddNormRoute
 from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
+from patcher.integrate.vllm.roles.decode_attention_fp8 import DecodeAttentionFp8
 from patcher.integrate.vllm.roles.embed_norm import EmbedNorm
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
@@ -18,6 +19,7 @@ from patcher.integrate.vllm.roles.fp8_experts import Fp8Experts
 from patcher.integrate.vllm.roles.gated_delta import GatedDelta
 from patcher.integrate.vllm.roles.greedy import GreedySampler
 from patcher.integrate.vllm.roles.greedy_head import GreedyHead
+from patcher.integrate.vllm.roles.grouped_topk import GroupedTopKRouter
 from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.linear_fp8 import LinearFp8
 from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
@@ -40,6 +42,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         RopeKvUpdate,
         QkvRopeKv,
         DecodeAttention,
+        DecodeAttentionFp8,
         MlaDecode,
         Routing,
         Reduce,
@@ -56,6 +59,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         GeluAndMul,
         GeluTanhAndMul,
         TopKRouter,
+        GroupedTopKRouter,
         GatedDelta,
         Mamba2Decode,
         GreedySampler,

@@ -54,7 +54,8 @@ _MODELS = """## Models
 Read from the files of models, not from a run: *yes* says that an architecture refers to the layer.
 Quantised weights, LoRA or a parallel layout may still leave it to vLLM. `patcher receipts` says
 what took a layer and what refused, and why. *if mxfp4*: the role is that of checkpoints with such
-weights; *if silu*: of models whose config.json names that activation.
+weights; *if silu*: of models whose config.json names that activation. What small models ran is in
+[another table](models.md).
 
 A *flat* model (`vllm/models/`) is written for its own checkpoint and often passes a layer's weight
 to a kernel of its own. There *partly* says that some layers of the role may not be reached.

@@ -49,8 +49,8 @@ def decide(
 
     Args:
         evaluation: the judge's evaluation of the kernel.
-        reconciliation: if it does not explain the gain, that is added to the reasons; the verdict
-            stays.
+        reconciliation: if it does not explain the gain, or lacks a patch, that is added to the
+            reasons; the verdict stays.
         proof: the comparison of receipts with a profile of the patched run, if there is one.
     """
     throughput, quality = measurement.throughput, measurement.quality
@@ -89,6 +89,9 @@ def decide(
             reasons.append(f"elsewhere: {others.said}")
         if reconciliation is not None and reconciliation.explained is False:
             reasons.append(f"micro and measured gain do not agree: {reconciliation.said}")
+        elif reconciliation is not None and reconciliation.left_out:
+            missing = "; ".join(reconciliation.left_out)
+            reasons.append(f"micro gains leave out {missing}")
     return Decision(
         verdict=verdict,
         reasons=tuple(reasons),

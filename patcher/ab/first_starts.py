@@ -12,11 +12,10 @@ from pydantic import JsonValue
 
 from patcher.ab.served_folder import ServedFolder, this_host
 from patcher.ab.taking import SideTaking
-from patcher.bench import PatcherError
+from patcher.bench import PatcherError, Shape
 from patcher.bench.ab.processes import SHARE_BESIDE
 from patcher.bench.engines import arguments_beside
 from patcher.bench.stats.comparison import Arm
-from patcher.bench.workload import Shape
 
 
 def compile_at_once(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import SCHEMA_VERSION, Contract, Op, load_op, load_ops
+from patcher.bench import SCHEMA_VERSION, Contract, Op, later_points, load_op, load_ops
 from patcher.commands.console import Json, Output, app, examples
 
 ops_app = typer.Typer(invoke_without_command=True)
@@ -37,9 +37,14 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
     solutions = [{"name": info.name, "summary": info.summary} for info, _ in op.solutions()]
     whole = _whole_contract(op)
     text = (op.folder / "op.toml").read_text(encoding="utf-8")
-    if others := whole.patch_points[len(op.contract.patch_points) :]:
-        lines = [f"#   {each.engine} {each.versions}: {each.point}\n" for each in others]
-        text += "".join(["\n# Patch points of other packages:\n", *lines])
+    others = whole.patch_points[len(op.contract.patch_points) :]
+    for title, points in (
+        ("that came later", later_points(op.folder)),
+        ("of other packages", others),
+    ):
+        if points:
+            lines = [f"#   {each.engine} {each.versions}: {each.point}\n" for each in points]
+            text += "".join([f"\n# Patch points {title}:\n", *lines])
     document = {**whole.model_dump(mode="json"), "solutions": solutions}
     Output(as_json).emit(document, Text(text))
     return 0

@@ -28,6 +28,7 @@ from patcher.commands.console import (
     examples,
 )
 from patcher.commands.execution import execute_run
+from patcher.commands.workloads import Batch, Prompt, Steps, workload_for
 
 
 @app.command()
@@ -39,6 +40,8 @@ from patcher.commands.execution import execute_run
     "--from-solution cuda_row",
     "patcher optimize fused_add_rms_norm --language cuda --dry-run",
     "patcher optimize linear_fp8 --language cuda --served qwen3-30b-a3b-fp8 --engine vllm",
+    "patcher optimize decode_attention --language triton --served qwen3-8b --engine vllm "
+    "--input-len 4096",
     "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
     "patcher optimize fused_add_rms_norm --language triton --judge ray@H100",
 )
@@ -91,6 +94,9 @@ def optimize(
         str | None,
         typer.Option(help="The engine that runs --served; default: transformers."),
     ] = None,
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
     counters: Annotated[
         bool, typer.Option(help="CUDA: give the analyst Nsight Compute's counters.")
     ] = True,
@@ -125,17 +131,32 @@ def optimize(
     search = Search.of(known, language, strategy, from_solution or (), **numbers)
     output = Output(as_json)
     if served is not None:
-        from patcher.commands.workloads import workload_for
         from patcher.judges.languages import judge_device_kind
-        from patcher.sweeps import place_of, served_sweep
+        from patcher.sweeps import place_of
 
         kind = judge_device_kind(settings.judge, language)
-        workload = workload_for(served, kind, engine=engine or "transformers")
+        workload = workload_for(
+            served,
+            kind,
+            engine=engine or "transformers",
+            batch=batch,
+            input_len=input_len,
+            output_len=output_len,
+        )
+        place = place_of(known, kind, sweep, workload)
         if not as_json:
-            output.err.print(Text(place_of(known, kind, sweep, workload)))
-        sweep = served_sweep(known, kind, sweep, workload)
-    elif engine is not None:
-        raise UsageError("--engine is the engine of a served model", "add --served MODEL")
+            output.err.print(Text(place.said))
+        sweep = place.sweep
+    else:
+        of_a_model = {
+            "--engine": engine,
+            "--batch": batch,
+            "--input-len": input_len,
+            "--output-len": output_len,
+        }
+        for option, given in of_a_model.items():
+            if given is not None:
+                raise UsageError(f"{option} is of a served model", "add --served MODEL")
     if dry_run:
         from patcher.kernel_search.estimate import estimate
         from patcher.show.models import estimate_lines

@@ -10,6 +10,7 @@ from patcher.integrate import Patch
 from patcher.reconciling.launches import step_launches
 from patcher.reconciling.proof import is_of
 from patcher.reconciling.reconcile import PatchedKernel
+from patcher.reconciling.used_lengths import used_lengths
 
 
 def patched_kernel(
@@ -50,6 +51,7 @@ def patched_kernel(
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,
         working_axes=contract.working_axes(),
+        used=used_lengths(contract, throughput.workload),
         owns=is_of(patch),
     )
 

@@ -18,6 +18,7 @@ from patcher.hotspot import Profile
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.micro import Saving, saving
 from patcher.reconciling.row_changes import moved_rows, overlap_caveat
+from patcher.reconciling.used_lengths import UsedLengths
 
 
 class GainRow(Record):
@@ -30,7 +31,8 @@ class GainRow(Record):
     launches: float | None = None
     """In one decode step."""
     saved_us: float | None
-    """None: it was never judged at this shape."""
+    """None: it was never judged at this shape. What is `apart` was judged at other lengths: it is
+    shown and not counted."""
     low_us: float | None = None
     """95 % interval; None of what one profile shows before and one after."""
     high_us: float | None = None
@@ -63,6 +65,8 @@ class Reconciliation(Record):
     unexplained_high_pct: float | None = None
     explained: bool | None = None
     """Whether the intervals allow that nothing is left; None: it cannot be told."""
+    left_out: tuple[str, ...] = ()
+    """Launches of patches that the sum lacks, each with the reason."""
     caveats: tuple[str, ...] = ()
     """What the rows do not know."""
     said: str
@@ -85,6 +89,8 @@ class PatchedKernel:
     """Whether it takes part in programmatic dependent launch."""
     working_axes: frozenset[str] | None = None
     """`Contract.working_axes`; None: all axes tell shapes apart."""
+    used: UsedLengths | None = None
+    """Of an op over a paged cache, what served requests use of it."""
     owns: Callable[[str], bool] = lambda name: False
     """Whether a profile's kernel of that name is it, or did its work before."""
 
@@ -105,10 +111,12 @@ def reconcile(
     # tokens of one step over tokens per second
     step_us = throughput.workload.batch / found.baseline_tokens_per_s * 1e6
     rows: list[GainRow] = []
+    left_out: list[str] = []
     caveats: list[str] = []
     for kernel in kernels:
-        own, said = _kernel_rows(kernel, throughput)
+        own, missing, said = _kernel_rows(kernel, throughput)
         rows += own
+        left_out += missing
         caveats += said
     if before is not None and after is not None:
         ops = [kernel.evaluation.op for kernel in kernels]
@@ -118,39 +126,32 @@ def reconcile(
         rows += [GainRow(kind="moved", **vars(one)) for one in moved]
         caveats += said
     caveats += overlap_caveat(after or before)
-    return _summed(rows, found, step_us, tuple(dict.fromkeys(caveats)))
+    return _summed(rows, found, step_us, tuple(left_out), tuple(dict.fromkeys(caveats)))
 
 
-def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[GainRow], list[str]]:
+def _kernel_rows(
+    kernel: PatchedKernel, throughput: Throughput
+) -> tuple[list[GainRow], list[str], list[str]]:
+    """Its rows, what of it is not in the sum, and caveats."""
     op, launches = kernel.evaluation.op, kernel.launches
     if launches is None:
-        return [], [f"{op}: how often it runs in a decode step was not recorded"]
+        return [], [f"{op}: how often it runs in a decode step was not recorded"], []
     rows: list[GainRow] = []
     caveats = list(launches.notes)
-    unjudged = 0.0
+    uncounted: dict[str, float] = {}
     for shape in launches.shapes:
         if shape.per_step == 0:
             rows.append(_outside(op, shape.label))
             continue
         one = _saving(kernel, shape)
         if isinstance(one, str):
-            unjudged += shape.per_step
-            rows.append(
-                GainRow(
-                    name=op,
-                    kind="kernel",
-                    shape=shape.label,
-                    launches=shape.per_step,
-                    saved_us=None,
-                    counted=False,
-                    note=one,
-                )
-            )
-            continue
-        rows.append(_row(op, shape.label, shape.per_step, one))
-        caveats += one.caveats
-    if unjudged:
-        caveats.append(f"{op}: {unjudged:.4g} launches a step at shapes that were never judged")
+            rows.append(_unjudged(op, shape, one))
+        else:
+            rows.append(_row(op, shape, one))
+            caveats += one.caveats
+        if why := one if isinstance(one, str) else one.apart:
+            uncounted[why] = uncounted.get(why, 0.0) + shape.per_step
+    left_out = [f"{op}, {each:.4g} launches a step: {why}" for why, each in uncounted.items()]
     if kernel.pdl:
         caveats.append(
             f"{op} takes part in programmatic dependent launch: it begins before the kernel "
@@ -159,17 +160,19 @@ def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[Ga
     here, there = kernel.evaluation.environment, throughput.environment
     if here is not None and here.device != there.device:
         caveats.append(f"{op} was timed on {here.device}, the model on {there.device}")
-    return rows, caveats
+    return rows, left_out, caveats
 
 
 def _saving(kernel: PatchedKernel, shape: ShapeLaunches) -> Saving | str:
-    """By the first verdict that knows the shape, or why the first of all does not."""
+    """By the first verdict that knows the shape, else one at other lengths, or why the first of all
+    does not."""
     judged = ((kernel.evaluation, kernel.dtypes), *kernel.further)
     found = [
-        saving(evaluation, shape, dtypes, kernel.replayed, kernel.working_axes)
+        saving(evaluation, shape, dtypes, kernel.replayed, kernel.working_axes, kernel.used)
         for evaluation, dtypes in judged
     ]
-    return next((one for one in found if isinstance(one, Saving)), found[0])
+    known = [one for one in found if isinstance(one, Saving)]
+    return next((one for one in known if not one.apart), (known or found)[0])
 
 
 def _outside(op: str, label: str) -> GainRow:
@@ -184,21 +187,38 @@ def _outside(op: str, label: str) -> GainRow:
     )
 
 
-def _row(op: str, label: str, per_step: float, one: Saving) -> GainRow:
+def _unjudged(op: str, shape: ShapeLaunches, why: str) -> GainRow:
     return GainRow(
         name=op,
         kind="kernel",
-        shape=label,
-        launches=per_step,
-        saved_us=per_step * one.us,
-        low_us=per_step * one.low_us,
-        high_us=per_step * one.high_us,
+        shape=shape.label,
+        launches=shape.per_step,
+        saved_us=None,
+        counted=False,
+        note=why,
+    )
+
+
+def _row(op: str, shape: ShapeLaunches, one: Saving) -> GainRow:
+    return GainRow(
+        name=op,
+        kind="kernel",
+        shape=shape.label,
+        launches=shape.per_step,
+        saved_us=shape.per_step * one.us,
+        low_us=shape.per_step * one.low_us,
+        high_us=shape.per_step * one.high_us,
+        counted=not one.apart,
         note=one.note,
     )
 
 
 def _summed(
-    rows: list[GainRow], found: Comparison, step_us: float, caveats: tuple[str, ...]
+    rows: list[GainRow],
+    found: Comparison,
+    step_us: float,
+    left_out: tuple[str, ...],
+    caveats: tuple[str, ...],
 ) -> Reconciliation:
     measured = [
         step_us * (1 - 1 / (1 + gain / 100))
@@ -211,12 +231,13 @@ def _summed(
         "measured_high_us": measured[2],
         "measured_pct": found.gain_pct,
         "rows": tuple(rows),
+        "left_out": left_out,
         "caveats": caveats,
     }
     counted = [row for row in rows if row.counted and row.saved_us is not None]
     if not any(row.kind == "kernel" for row in counted):
-        why = "; ".join(caveats) or "no patched kernel was timed at a shape of the decode step"
-        return Reconciliation.model_validate({**base, "said": f"not reconciled: {why}"})
+        why = [*left_out, *caveats] or ["no patched kernel was timed at a shape of the decode step"]
+        return Reconciliation.model_validate({**base, "said": f"not reconciled: {'; '.join(why)}"})
     # intervals of one kernel's shapes share what they are wrong by, so their ends are added
     expected = sum(row.saved_us or 0.0 for row in counted)
     low = sum(_or(row.low_us, row.saved_us) for row in counted)
@@ -229,6 +250,11 @@ def _summed(
     explained: bool | None = left_low <= 0 <= left_high
     if explained and left_high - left_low > 2 * abs(gains[0]):
         explained = None  # these intervals would allow that the kernels gain nothing, too
+    said = _said(explained, found.gain_pct, gains[0], left, left_low, left_high)
+    if left_out:
+        said += f"; not in that promise: {'; '.join(left_out)}"
+        if explained:
+            explained = None  # what is left out saves or costs something, too
     return Reconciliation.model_validate(
         {
             **base,
@@ -240,7 +266,7 @@ def _summed(
             "unexplained_low_pct": left_low,
             "unexplained_high_pct": left_high,
             "explained": explained,
-            "said": _said(explained, found.gain_pct, gains[0], left, left_low, left_high),
+            "said": said,
         }
     )
 

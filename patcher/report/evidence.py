@@ -45,8 +45,8 @@ def reconciliation(report: Report) -> str:
     parts = [f"**{plain(wording.sentence(found.said))}**", table(head, rows, "  rrr")]
     if left > 0:
         parts.append(f"{left} more rows are in the JSON.")
-    if found.caveats:
-        parts.append("\n".join(f"- {plain(caveat)}" for caveat in found.caveats))
+    if said := [*(f"not in the sum: {each}" for each in found.left_out), *found.caveats]:
+        parts.append("\n".join(f"- {plain(each)}" for each in said))
     return "### Does the kernel's own gain explain it?\n\n" + "\n\n".join(parts)
 
 

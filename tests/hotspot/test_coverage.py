@@ -239,6 +239,38 @@ def test_a_launch_that_is_a_part_of_an_op_has_not_the_cost_of_the_op() -> None:
             assert (spot.op is not None, spot.cost_source) == (True, None)
 
 
+FLASH = (
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
+    "flash::CollectiveMainloopFwdSm90<(int)2, cute::tuple<cute::C<(int)64>>, (int)64, "
+    "cutlass::{}, float, cutlass::arch::Sm90, (bool)0>, flash::CollectiveEpilogueFwd<"
+    "cute::tuple<cute::C<(int)64>>, cutlass::bfloat16_t>>>>(T1::Params)"
+)
+FLASHINFER = (
+    "void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0, 2, 4, 8, "
+    "flashinfer::BatchDecodeParams<__nv_bfloat16, {}, __nv_bfloat16, int>>"
+)
+CACHES = [
+    (FLASH.format("bfloat16_t"), "decode_attention"),
+    (FLASH.format("float_e4m3_t"), "decode_attention_fp8"),
+    (FLASHINFER.format("__nv_bfloat16"), "decode_attention"),
+    (FLASHINFER.format("__nv_fp8_e4m3"), "decode_attention_fp8"),
+    ("fmhaSm100fKernel_QkvBfloat16OBfloat16H64PagedKvCausalVarSeq", "decode_attention"),
+    ("fmhaSm100fKernel_QkvE4m3OBfloat16H64PagedKvCausalVarSeq", "decode_attention_fp8"),
+    ("fmhaSm100aKernel_QBfloat16KvE4m3OBfloat16H128PagedKvDense", "decode_attention_fp8"),
+    # their names do not tell
+    ("kernel_unified_attention", "decode_attention"),
+    ("flash::prepare_varlen_num_blocks_kernel<1, true>", "decode_attention"),
+    ("decode_attention_kernel", "decode_attention"),
+    ("decode_attention_fp8_kernel", "decode_attention_fp8"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "op"), CACHES)
+def test_attention_is_that_of_the_cache_that_its_name_tells(kernel: str, op: str) -> None:
+    assert [each.name for each in by_symbols(kernel, "attention")] == [op]
+    assert [each.name for each in by_role(kernel, "attention")] == [op]
+
+
 PARTS: list[tuple[str, set[str]]] = [
     ("vllm::rms_norm_per_block_quant_kernel<A, B, true, true, 128>", {"add", "norm"}),
     ("vllm::rms_norm_per_block_quant_kernel<A, B, false, true, 128>", {"norm"}),
@@ -282,7 +314,10 @@ def test_an_op_covers_a_kernel_of_all_its_parts_or_of_some_where_it_stands_for_s
     assert _names("rms_norm_kernel", "rope_kv") == ["qk_norm_rope", "rms_norm", "gemma_rms_norm"]
     assert _names("triton_red_fused_fused_add_rms_norm_0", "norms") == ["fused_add_rms_norm"]
     assert _names("moe_sum_kernel", "routing") == ["moe_experts_fp8_block", "moe_reduce"]
-    assert _names("grouped_topk_fused_kernel", "routing") == []
+    assert _names("grouped_topk_fused_kernel", "routing") == ["grouped_topk"]
+    gating = "void vllm::moe::topkGating<8, 64, 4, 16, 32, int, float, {}>"
+    routers = [_names(gating.format(scores), "routing") for scores in (0, 1, 2)]
+    assert routers == [["moe_topk"], ["grouped_topk"], []]
     assert _names("_causal_conv1d_update_kernel", "attention") == []
 
 

@@ -92,3 +92,42 @@ def test_constants_are_not_refused_for_good_by_an_axis_that_depends_on_the_shape
     assert refusal(made, 1, 2880, 150) is None
     assert refusal(made, 1, 2880, 201) == "outer above 200"
     assert refusal(made, 1, 64, 150) == "outer above 100"
+
+
+ATTENTION = bench.load_op("decode_attention").contract
+
+
+def over_a_cache(sweep: str, slower_from: int) -> Evaluation:
+    """A verdict of attention on such a sweep, slower than the baseline from that many tokens on."""
+    known, found = evaluation("qkv"), bench.sweep_named(ATTENTION, sweep)
+    assert found is not None
+    timings = tuple(
+        known.timings[0].model_copy(
+            update={
+                "axes": point.axes,
+                "speedup_high": 1.5 if point.axes["tokens"] < slower_from else 0.9,
+            }
+        )
+        for point in found.points()
+    )
+    return known.model_copy(update={"op": ATTENTION.name, "sweep": sweep, "timings": timings})
+
+
+def test_how_wide_a_table_is_tells_no_shapes_of_a_cache_apart() -> None:
+    verdicts = [over_a_cache("bf16", 16), over_a_cache("bf16-window", 64)]
+    [windowed] = judged_shapes(ATTENTION, verdicts, worth_calling(ATTENTION, verdicts))
+    assert (windowed.axis, windowed.guard.maximum) == ("tokens", 32)
+    assert windowed.sizes["windowed"] == 1
+    assert windowed.sizes["block_size"] == 16
+    assert not {"pages", "blocks", "tokens"} & windowed.sizes.keys()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_verdicts_at_two_lengths_narrow_both(reverse: bool) -> None:
+    longer = over_a_cache("bf16@blocks=16384,pages=256", 16)
+    verdicts = [over_a_cache("bf16", 65), longer, over_a_cache("bf16-window", 8)]
+    verdicts = verdicts[::-1] if reverse else verdicts
+    axes = worth_calling(ATTENTION, verdicts)
+    assert axes["tokens"].maximum == 4
+    [found] = judged_shapes(ATTENTION, verdicts, axes)
+    assert (found.sizes["windowed"], found.guard.maximum) == (0, 8)

@@ -22,7 +22,7 @@ from patcher import pipeline
 from patcher.ab import one_process
 from patcher.ab.job import ABJob
 from patcher.ab.measurement import Measurement
-from patcher.bench import Candidate, Evaluation, Language, UsageError, Workload, load_op
+from patcher.bench import Candidate, Evaluation, Language, UsageError, Workload, load_op, load_ops
 from patcher.bench.ab.phases import ABProgress
 from patcher.bench.engines import open_engine
 from patcher.bench.judge import JudgeSettings
@@ -35,17 +35,29 @@ from patcher.settings import resolve
 from patcher.workloads import workload_for
 
 WITHOUT = ("gpt2", "opt", "rwkv")
-"""Architectures that no op of the library can be put in."""
+"""Architectures that no op of the library can be put in but `linear`."""
+MORE_ROLES = (
+    *(("mixtral", "moe_topk"), ("granitemoehybrid", "moe_topk"), ("qwen3_next", "moe_topk")),
+    *(("llama", "rope"), ("glm4_moe", "rope"), ("deepseek_v3", "rope")),
+    *(("qwen2", "linear"), ("opt", "linear"), ("mamba2", "linear")),
+)
+"""Further ops for which architectures go the whole way."""
+SIZES = {"hidden=64", "intermediate=128", "inner=64,outer=64", "n_experts=4,top_k=2"}
+SIZES |= {"q_heads=4,head_dim=16", "q_heads=4,kv_heads=4,head_dim=16", "inner=128,outer=64"}
 
 
 def solution(op: str) -> Candidate:
-    """The C++ kernel of the library, which takes all sizes: it is compiled once for all models."""
-    return next(candidate for info, candidate in load_op(op).solutions() if info.name == "cpu_simd")
+    """A kernel of the library that takes all sizes: one in C++, which is compiled once for all
+    models, or in PyTorch where there is none."""
+    found = {info.name: candidate for info, candidate in load_op(op).solutions()}
+    return found.get("cpu_simd") or found["cpu_torch"]
 
 
 def loop_of(op: str, folder: Path) -> str:
     """A recorded loop whose one reply is that kernel, as `--model` names it."""
-    recording(folder, [("0/generate", f"```cpp\n{solution(op).source}\n```")], op)
+    kernel = solution(op)
+    reply = f"```{kernel.language.traits.tags[0]}\n{kernel.source}\n```"
+    recording(folder, [("0/generate", reply)], op)
     return f"replay:{folder / 'recording.jsonl'}"
 
 
@@ -81,7 +93,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def judges(where: str, settings: JudgeSettings, *_: Any, **__: Any) -> Iterator[RecordedJudge]:
         assert settings.sweep is not None
         named = settings.sweep.partition("@")[2]
-        assert named in ("hidden=64", "intermediate=128"), "the model's own sizes"
+        assert named in SIZES, "the model's own sizes"
         yield RecordedJudge()
 
     monkeypatch.setattr(importlib.import_module("patcher.hotspot.capture"), "_run", profiled)
@@ -96,14 +108,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def begin(model: str, loop: str, folder: Path, op: str | None = None) -> tuple[Run, Workload]:
     workload = workload_for(model, "cpu", batch=2, input_len=8, output_len=4, threads=1)
     asked = {"model": loop, "iterations": 1, "memory": "off", "runs_dir": folder / "runs"}
-    plan = RunPlan(op=op, language=Language.CPP, pairs=6, quality_steps=4, threads=1)
+    language = Language.CPP if op is None else solution(op).language
+    plan = RunPlan(op=op, language=language, pairs=6, quality_steps=4, threads=1)
     return pipeline.start(resolve(asked), "run", model, workload, plan), workload
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", WHOLE)
-def test_a_model_goes_the_whole_way_and_back(kind: str, tmp_path: Path) -> None:
-    op = WHOLE[kind]
+@pytest.mark.parametrize(("kind", "op"), [*WHOLE.items(), *MORE_ROLES])
+def test_a_model_goes_the_whole_way_and_back(kind: str, op: str, tmp_path: Path) -> None:
     run, workload = begin(small(kind, tmp_path), loop_of(op, tmp_path), tmp_path, op)
     with run:
         result = pipeline.execute(run, lambda *_: None, lambda _: None)
@@ -111,11 +123,13 @@ def test_a_model_goes_the_whole_way_and_back(kind: str, tmp_path: Path) -> None:
     assert result.decision is not None
     assert result.decision.verdict in ("accept", "reject", "inconclusive")
     claimed = {spot.op: spot.patch_points for spot in profile.hotspots if spot.op}
-    if op != "silu_and_mul":  # eagerly two operators, which name no module
+    # the others are eagerly operators that name no module
+    if op.endswith("rms_norm"):
         assert claimed[op] == (f"transformers: {load_op(op).contract.patch_points[0].point}",)
     assert measured.receipt.calls
-    # the norms of Gemma's heads are called on transposed rows in prefill
-    assert set(measured.receipt.fallbacks) <= ({"not contiguous"} if "gemma" in kind else set())
+    # in prefill norms of Gemma's heads have transposed rows, and the output matrix some of all
+    strided = {"not contiguous"} if "gemma" in kind or op == "linear" else set()
+    assert set(measured.receipt.fallbacks) <= strided
     assert measured.quality.passed, measured.quality.reason
     assert measured.reverted_identical
 
@@ -134,6 +148,8 @@ def test_a_model_without_a_place_is_told_so_before_anything_is_measured(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "capture", lambda *_: pytest.fail("it was profiled"))
+    ops = {name: op for name, op in load_ops().items() if name != "linear"}
+    monkeypatch.setattr("patcher.places.load_ops", lambda: ops)
     with pytest.raises(UsageError, match="no op of the library can be put in"):
         begin(small(kind, tmp_path), "replay:demo", tmp_path)
     assert not (tmp_path / "runs").exists()

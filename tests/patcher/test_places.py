@@ -14,7 +14,7 @@ from patch_sample import make_patch
 
 from patcher.ab import compare, session
 from patcher.ab.job import ABJob
-from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
+from patcher.bench import UsageError, VerificationError, Workload, load_op, load_ops, sweep_named
 from patcher.integrate.vllm.places import must_fit
 from patcher.places import places_in, require_layers, require_some_place
 from patcher.sweeps import place_of, served_sweep
@@ -69,6 +69,9 @@ def test_a_model_without_places_is_refused_before_anything_is_measured(
     require_some_place(workload("gpt-oss-tiny"))
     require_some_place(workload(model_of(tmp_path)))
     other = model_of(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    require_some_place(workload(other))  # its output matrix is a linear layer
+    ops = {name: op for name, op in load_ops().items() if name != "linear"}
+    monkeypatch.setattr("patcher.places.load_ops", lambda: ops)
     with pytest.raises(UsageError, match="no op of the library can be put in") as caught:
         require_some_place(workload(other))
     assert "GPT2LMHeadModel has no layer" in caught.value.message
@@ -162,9 +165,10 @@ def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
 
 def test_a_loop_says_where_its_op_goes_in_and_at_which_sizes(tmp_path: Path) -> None:
     model = model_of(tmp_path)
-    said = place_of(load_op("rms_norm"), "cpu", None, workload(model))
-    assert said.startswith("rms_norm goes in at transformers: norm; judged at tokens 1, ")
-    assert said.endswith("; hidden 96; float32")
+    place = place_of(load_op("rms_norm"), "cpu", None, workload(model))
+    assert place.sweep == "cpu@hidden=96"
+    assert place.said.startswith("rms_norm goes in at transformers: norm; judged at tokens 1, ")
+    assert place.said.endswith("; hidden 96; float32")
     with pytest.raises(UsageError, match=r"moe_route cannot be put in .* has no patch point in"):
         place_of(load_op("moe_route"), "cpu", None, workload(model))
 

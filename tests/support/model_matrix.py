@@ -1,7 +1,8 @@
 """Which role of which model is proven on which engine: `make models` writes the page.
 
 In transformers a small model of each architecture is built, each patch point is installed in it,
-and a step is decoded. Of other engines the page has what the committed runs measured.
+and a step is decoded. Of vLLM the same is in a file, which `make vllm-models` writes. Of GPUs the
+page has what the committed runs measured.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from tiny_models import KINDS, MORE, WHOLE, model_of
 from transformers_sample import inside, original_kernel
+from vllm_matrix import known, weights_of
 
 from patcher.bench import VerificationError, Workload, content, load_op, presets
 from patcher.bench.engines import open_engine
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.vllm.points import POINTS as IN_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/models.md"
@@ -37,6 +40,20 @@ A small model of each architecture, with random weights, on a CPU. A number says
 a decode step the kernel of that patch point took; *of*, out of how many, where the others fell
 back. Architectures in bold go through profile, run with a recorded loop, patch, A/B and revert in
 `tests/patcher/test_any_model_whole.py`.
+"""
+_VLLM = """
+## vLLM {version}, by tests
+
+The same numbers for small models that vLLM builds by its own classes from a config.json, on a CPU
+(`make vllm-models`; `make engines` holds the table to it). Layers, routing, compilation in pieces,
+the metadata of a step and the sampler of model runner V1 are vLLM's own; doubles in PyTorch stand
+for kernels that need a GPU, and the graph is run without Inductor. Each step gave, within some
+roundings, what it gave without the patch. No GPU ran here: that is in the next table.
+
+A row is of weights in float32, or as the words beside its name say, in bfloat16. In fp8 the passes
+`fuse_norm_quant` and `fuse_act_quant` need a GPU and are off; points that they exclude are empty
+there. That a place in Triton's own library is the one that was read is for other tests to say.
+No row has layers of `{left}`, or it needs the step of a model runner.
 """
 _RUNS = """## On GPUs, by runs
 
@@ -59,7 +76,7 @@ def decoded(kind: str, folder: Path) -> dict[str, str]:
             point.find()
         except VerificationError:
             continue
-        with inside(point, original_kernel(name)) as book:
+        with inside(point, original_kernel(name, bounded=True)) as book:
             engine.decode(decoding, 1)
         taken, left = sum(book.calls.values()), sum(book.reasons.values())
         if taken:
@@ -144,17 +161,42 @@ def _link(file: Path) -> str:
 
 def page() -> str:
     """The page as Markdown."""
-    lines = [_HEAD, _row(["architecture", "presets", *(f"`{name}`" for name in POINTS)])]
-    lines.append(_row(["---"] * (len(POINTS) + 2)))
-    for kind, found in survey().items():
-        named = [name for name, one in presets().items() if one.architecture in _names(kind)]
-        cells = [found.get(name, "") for name in POINTS]
-        title = f"**`{kind}`**" if kind in WHOLE else f"`{kind}`"
-        lines.append(_row([title, ", ".join(named), *cells]))
+    rows = [
+        (f"**`{kind}`**" if kind in WHOLE else f"`{kind}`", _presets(kind), found)
+        for kind, found in survey().items()
+    ]
+    lines = [_HEAD, *_table(rows, POINTS)]
+    calls = known()["calls"]
+    tried = [name for name in IN_VLLM if any(name in found for found in calls.values())]
+    left = "`, `".join(name for name in IN_VLLM if name not in tried)
+    served = [
+        (" ".join((f"`{kind}`", *more)), _presets(kind, " ".join(more)), found)
+        for (kind, *more), found in ((name.split(), found) for name, found in calls.items())
+    ]
+    lines += [_VLLM.format(version=known()["vllm"], left=left), *_table(served, tried)]
     heads = ["model", "engine", "device", "role", "op", "verdicts"]
     lines += ["", _RUNS, _row(heads), _row(["---"] * len(heads))]
     lines += [_row([*key, "; ".join(dict.fromkeys(said))]) for key, said in sorted(runs().items())]
     return "\n".join([*lines, ""])
+
+
+def _table(rows: Iterable[tuple[str, str, dict[str, str]]], points: Iterable[str]) -> Iterator[str]:
+    """Rows of an architecture, its presets, and what it has by patch point."""
+    shown = list(points)
+    yield _row(["architecture", "presets", *(f"`{name}`" for name in shown)])
+    yield _row(["---"] * (len(shown) + 2))
+    for title, named, found in rows:
+        yield _row([title, named, *(found.get(name, "") for name in shown)])
+
+
+def _presets(kind: str, weights: str | None = None) -> str:
+    """Those of an architecture; with `weights`, those published so."""
+    return ", ".join(
+        name
+        for name, one in presets().items()
+        if one.architecture in _names(kind)
+        and (weights is None or weights == weights_of(one.published))
+    )
 
 
 def _names(kind: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("mistral", "qwen2", "qwen3", "phi3", "olmo2")},
-    "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "norm_topk_prob": True},
     "llama4_text": {**EXPERTS, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
     "gpt_oss": EXPERTS,

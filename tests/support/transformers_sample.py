@@ -16,6 +16,7 @@ from patcher import bench
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.transformers.forwards import GptOssPoint
 from patcher.integrate.transformers.points import POINTS
 
@@ -27,13 +28,22 @@ PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_O
 _DIGESTS = itertools.count(1)
 
 
-def original_kernel(name: str) -> Dispatcher:
-    """A dispatcher whose kernel is the engine's own arithmetic, wherever tensors begin."""
+def original_kernel(name: str, *, bounded: bool = False) -> Dispatcher:
+    """A dispatcher whose kernel is the engine's own arithmetic, wherever tensors begin.
+
+    Args:
+        name: the patch point.
+        bounded: whether it takes only the sizes that the op's kernels are called for.
+    """
     point: Any = POINTS[name]
     contract = bench.load_op(point.op).contract
     guards = contract_guards(contract, "cpu", contract.dtype_choices())
     tensors = tuple(dataclasses.replace(tensor, alignment=1) for tensor in guards.tensors)
-    guards = dataclasses.replace(guards, tensors=tensors)
+    axes = {
+        axis: AxisBounds(each.minimum, each.maximum, each.multiple_of)
+        for axis, each in (contract.guards.axes if bounded else {}).items()
+    }
+    guards = dataclasses.replace(guards, tensors=tensors, axes=axes)
     book = CallCounters(point.op, f"{next(_DIGESTS):064x}")
     return Dispatcher(point.op, point.original, guards, book)
 

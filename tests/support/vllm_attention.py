@@ -44,6 +44,13 @@ def rope_kernel(  # type: ignore[no-untyped-def]
 
 
 def write(key: Any, value: Any, keys: Any, values: Any, slots: Any, *rest: Any) -> None:
+    """`reshape_and_cache_flash`; a cache in fp8 is bytes, of which the largest stands for more."""
+    dtype, *scales = rest or ("auto",)
+    if dtype in ("fp8", "fp8_e4m3"):
+        key, value = (
+            (each / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(keys.dtype)
+            for each, scale in zip((key, value), scales, strict=True)
+        )
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             keys[slot // BLOCK, slot % BLOCK] = key[token]
@@ -56,6 +63,12 @@ def attend(
     both = kv_caches(cache, query.shape[-1])
     if both is None:  # while vLLM measures memory
         return more["output"].fill_(0)
+    if both[0].dtype == torch.uint8:
+        fp8, scales = torch.float8_e4m3fn, (layer._k_scale, layer._v_scale)
+        keys, values = (
+            half.view(fp8).float() * scale for half, scale in zip(both, scales, strict=True)
+        )
+        query, both = query.float() * layer._q_scale, (keys, values)
     groups = query.shape[1] // both[0].shape[2]
     keys, values = (half.flatten(0, 1).repeat_interleave(groups, 1) for half in both)
     scores = torch.einsum("thd,shd->ths", query, keys).softmax(-1)
@@ -64,27 +77,38 @@ def attend(
 
 @pytest.fixture
 def attention(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the attention layer of one of `MODELS`: `attention(model, prefix)`."""
+    """Makes the attention layer of one of `MODELS`: `attention(model, prefix, cache_dtype)`; its
+    `forward` is FlashAttention's own."""
     import vllm.model_executor.layers.attention.attention as engine
+    from vllm.config import CacheConfig
     from vllm.model_executor.layers import rotary_embedding
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import flash_attn
 
-    built = engine.Attention.__init__
+    built, caches = engine.Attention.__init__, {"cache_config": None}
 
     def __init__(layer: Any, *args: Any, **more: Any) -> None:
         # the choice of a backend, sinks and a cache's configuration need a GPU or a whole model
-        more = {name: each for name, each in more.items() if name not in ("sinks", "cache_config")}
+        more = {name: each for name, each in more.items() if name != "sinks"} | caches
         built(layer, *args, **more, attn_backend=flash_attn.FlashAttentionBackend)
 
     # layers share their rotations; those that a test changes are its own
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     monkeypatch.setattr(engine.Attention, "__init__", __init__)
     monkeypatch.setattr(type(current_platform), "opaque_attention_op", lambda *_: True)
+    forward = flash_attn.FlashAttentionImpl.forward
     monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", attend)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write, raising=False)
 
-    def make(model: str, prefix: str = "model.layers.0.self_attn") -> Any:
+    # of FlashAttention's versions, which a GPU chooses
+    monkeypatch.setattr(
+        flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True, raising=False
+    )
+
+    def make(
+        model: str, prefix: str = "model.layers.0.self_attn", cache_dtype: str | None = None
+    ) -> Any:
+        caches["cache_config"] = cache_dtype and CacheConfig(cache_dtype=cache_dtype)
         layer = _layer(model, prefix)
         generator = torch.Generator().manual_seed(1)
         for parameter in layer.parameters():
@@ -92,6 +116,7 @@ def attention(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         layer.attn.kv_cache = empty_cache(layer.attn)
         return layer
 
+    make.forward = forward  # type: ignore[attr-defined]
     yield make
     config.compilation_config.static_forward_context.clear()
 
@@ -127,10 +152,12 @@ def empty_cache(attention: Any) -> torch.Tensor:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     heads, size = attention.num_kv_heads, attention.head_size
+    dtype = torch.uint8 if "fp8" in attention.kv_cache_dtype else torch.float32
     shape_of = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)
     if shape_of is not None and len(shape := shape_of(2, BLOCK, heads, size)) == 5:
-        return torch.zeros(shape)
-    return torch.zeros(2, BLOCK, heads, 2 * size).transpose(1, 2)  # keys and values packed
+        return torch.zeros(shape, dtype=dtype)
+    packed = torch.zeros(2, BLOCK, heads, 2 * size, dtype=dtype)
+    return packed.transpose(1, 2)  # keys and values side by side
 
 
 def step(config: Any, layer: Any, hidden: Any, slots: Any, run: Any = None) -> torch.Tensor:

@@ -5,12 +5,13 @@ The doubles compute in PyTorch what the kernels are documented to, from the layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm_gpu import routed
 from vllm_here import config
 
 __all__ = ("config",)  # a fixture of tests that have `gpu`
@@ -29,6 +30,76 @@ def matmul(x: Any, x_scale: Any, weight: Any, weight_scale: Any) -> torch.Tensor
     left = x.float() * x_scale.repeat_interleave(BLOCK, 1)
     result: torch.Tensor = (left @ (weight.float() * right).T).bfloat16()
     return result
+
+
+def wide(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return weight.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+
+def quantised(x: torch.Tensor, *_: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of vLLM's quantisation."""
+    parts = x.float().view(len(x), -1, BLOCK)
+    scale = parts.abs().amax(2).clamp_min(1e-10) / 448
+    return (parts / scale.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scale
+
+
+class ExpertsGpu:
+    """In the place of vLLM's Triton matmul, which DeepGEMM's experts leave few rows to."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        """Of each call of the experts."""
+        self.change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+        """What a kernel of another kind does to the scales of a weight."""
+
+    def triton(
+        self,
+        a: Any,
+        b: Any,
+        c: Any,
+        a_scale: Any,
+        b_scale: Any,
+        gains: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        _, ids, _, weighted, top_k = rest[:5]
+        assert more["block_shape"] == [BLOCK, BLOCK]
+        rows = c.view(len(ids), -1)
+        if top_k > 1:
+            self.rows.append(len(a))
+        for gate, expert in enumerate(ids.tolist()):
+            if expert < 0:
+                rows[gate] = torch.nan  # what nobody wrote
+                continue
+            x = a[gate // top_k].float() * a_scale[gate // top_k].repeat_interleave(BLOCK)
+            found = wide(b[expert], self.change(b_scale[expert])) @ x
+            rows[gate] = found * gains.flatten()[gate] if weighted else found
+
+    def put_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Put all doubles in; what is patched holds `library`, which has an operator."""
+        from vllm import _custom_ops
+        from vllm.model_executor.layers.fused_moe.experts import triton_moe
+        from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+        def assigned(ids: torch.Tensor, *_: Any, **more: Any) -> tuple[None, torch.Tensor, None]:
+            return None, ids.flatten(), None
+
+        def silu_and_mul(result: torch.Tensor, given: torch.Tensor) -> None:
+            gate, up = given.chunk(2, 1)
+            result.copy_(torch.nn.functional.silu(gate) * up)
+
+        for module in (triton_moe, no_dp_ep):
+            patch.setattr(module, "moe_kernel_quantize_input", quantised)
+        patch.setattr(triton_moe, "invoke_fused_moe_triton_kernel", self.triton)
+        patch.setattr(triton_moe, "tl", SimpleNamespace(bfloat16=None))
+        patch.setattr(triton_moe, "try_get_optimal_moe_config", lambda *_, **more: {})
+        patch.setattr(triton_moe, "_prepare_expert_assignment", assigned)
+        patch.setattr(_custom_ops, "topk_softmax", routed)
+        patch.setattr(_custom_ops, "moe_sum", lambda rows, out, *_: out.copy_(rows.sum(1)))
+        self.library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+        self.library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+        self.library.impl("silu_and_mul", silu_and_mul, "CPU")
 
 
 class Gpu:
@@ -102,21 +173,27 @@ def gpu(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     library._destroy()
 
 
-def layer_of(backend: str, bias: bool = False, block: tuple[int, int] = (BLOCK, BLOCK)) -> Any:
-    """As vLLM builds and loads it, with a backend that it would choose on a GPU."""
+def chooses(backend: str) -> Any:
+    """In the place of vLLM's choice of a kernel, which asks for a GPU."""
     from vllm.model_executor.kernels.linear import scaled_mm
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
         FP8ScaledMMLinearLayerConfig as Settings,
     )
-    from vllm.model_executor.layers.linear import ReplicatedLinear
-    from vllm.model_executor.layers.quantization import fp8
 
     def chosen(module_name: str = "", **settings: Any) -> Any:
         module = __import__(f"{scaled_mm.__name__}.{backend}", fromlist=["_"])
         return getattr(module, BACKENDS[backend])(Settings(**settings))
 
+    return chosen
+
+
+def layer_of(backend: str, bias: bool = False, block: tuple[int, int] = (BLOCK, BLOCK)) -> Any:
+    """As vLLM builds and loads it, with a backend that it would choose on a GPU."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization import fp8
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8, "init_fp8_linear_kernel", chosen)
+        patch.setattr(fp8, "init_fp8_linear_kernel", chooses(backend))
         quantised = fp8.Fp8Config(True, "dynamic", weight_block_size=list(block))
         layer = ReplicatedLinear(INNER, OUTER, bias=bias, quant_config=quantised, return_bias=False)
     seed = torch.Generator().manual_seed(len(backend))

@@ -51,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    _import_latent_attention()
+    import_latent_attention()
     made = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(made):
         meeting = tmp_path_factory.mktemp("world") / "file"
@@ -63,7 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         parallel_state.destroy_distributed_environment()
 
 
-def _import_latent_attention() -> None:
+def import_latent_attention() -> None:
     """A backend imports FlashAttention's kernels, which are not there without a GPU."""
     from vllm.v1.attention.backends import fa_utils
 

@@ -30,7 +30,7 @@ TESTS = (
     "tests/patcher/ab/test_offline_client.py",
     *(
         f"tests/bench/engines/test_vllm_{name}.py"
-        for name in ("engine", "options", "routing", "runners", "weights")
+        for name in ("block_table", "engine", "options", "routing", "runners", "weights")
     ),
 )
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35))

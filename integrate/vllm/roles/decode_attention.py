@@ -4,10 +4,13 @@ FlashAttention also serves prefill, and steps that mix both; those stay with it.
 one of decode is in its metadata, which Python sees when it runs, or when a graph of decode steps is
 recorded. A graph of mixed steps is recorded with one token a request too, so that an engine which
 replays such graphs (`cudagraph_mode` FULL) is refused.
+
+A layer belongs to the point of its cache's dtype; several points may be in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +18,8 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.roles.rope_operator import ATTENTION, FLASH, refusal
-from patcher.integrate.vllm.swap import AttributePatch
+from patcher.integrate.vllm.roles.rope_operator import ATTENTION, FLASH, PLAIN, refusal
+from patcher.integrate.vllm.swap import SharedPatch
 
 
 class DecodeAttention(VllmPoint):
@@ -30,10 +33,12 @@ class DecodeAttention(VllmPoint):
         f"{FLASH}:FlashAttentionMetadata",
         f"{FLASH}:FlashAttentionMetadataBuilder.build",
     )
+    dtypes: ClassVar[tuple[str, ...]] = PLAIN
+    """The `kv_cache_dtype` of its layers."""
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        self._target().must_be_the_engines()
+        self._place().must_have_room()
         engine.must_allow_another("attention")
         engine.must_not_record_mixed_steps()
         return f"{FLASH}.FlashAttentionImpl.forward"
@@ -42,17 +47,32 @@ class DecodeAttention(VllmPoint):
         return isinstance(layer, sources.module(ATTENTION).Attention)
 
     def applies(self, layer: Any) -> str | None:
-        return refusal(layer) or _unlike(layer.impl)
+        return self.unlike(layer) or _unlike(layer.impl)
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        forward = self._target()
-        forward.install(_forward(forward.original, kernel))
-        self._swaps = [forward]
+        place = self._place()
+        place.install(_Part(self, kernel))
+        self._swaps = [place]
 
-    @staticmethod
-    def _target() -> AttributePatch:
-        return AttributePatch(sources.module(FLASH).FlashAttentionImpl, "forward")
+    def unlike(self, layer: Any) -> str | None:
+        """Why a layer's cache is not that of the contract; None if it is."""
+        return refusal(layer)
+
+    def arguments(
+        self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What the contract has before the block table.
+
+        Args:
+            layer: the `Attention` layer.
+            query: [tokens, heads * head_dim].
+            keys: the cache, [blocks, block_size, kv_heads, head_dim]; `values` alike.
+        """
+        return query, keys, values
+
+    def _place(self) -> SharedPatch:
+        return SharedPatch(sources.module(FLASH).FlashAttentionImpl, "forward", self.name, _sharing)
 
 
 def _unlike(impl: Any) -> str | None:
@@ -78,10 +98,54 @@ def _other_step(metadata: Any, output_scale: Any, output_block_scale: Any) -> st
     return None
 
 
-def _forward(original: Any, kernel: Dispatcher) -> Any:
-    windows = _Windows()
-    reasons = kernel.book.reasons
+class _Part:
+    """One point's share of the replacement."""
 
+    def __init__(self, point: DecodeAttention, kernel: Dispatcher) -> None:
+        self.point, self._kernel, self._windows = point, kernel, _Windows()
+
+    def ran(
+        self,
+        reason: str | None,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> bool:
+        """Whether the kernel has written the output; if not, why is counted.
+
+        Args:
+            reason: why the step is not one of decode alone; None if it is.
+            layer: the `Attention` layer.
+            query: [tokens, heads, head_dim], with padding beyond the step's tokens.
+            kv_cache: the layer's, as the engine has it.
+            metadata: FlashAttention's, of the step.
+            output: as the query.
+        """
+        impl = layer.impl
+        reason = reason or self.point.applies(layer)
+        caches = None if reason else engine.kv_caches(kv_cache, query.shape[-1])
+        if caches is None:
+            self._kernel.book.reasons[reason or "no KV cache yet"] += 1
+            return False
+        tokens = metadata.num_actual_tokens
+        return self._kernel(
+            *self.point.arguments(layer, query[:tokens].flatten(1), *caches),
+            metadata.block_table[:tokens],
+            metadata.seq_lens[:tokens],
+            self._windows.of(engine.window_of(impl, metadata), query.device),
+            output.new_empty(0) if impl.sinks is None else impl.sinks.data,
+            output[:tokens].view(tokens, -1),
+            impl.scale,
+        )
+
+    def left(self) -> None:
+        """Tell that the engine's own code has written the output."""
+        self._kernel.left()
+
+
+def _sharing(original: Any, parts: Mapping[str, _Part]) -> Any:
     def forward(
         impl: Any,
         layer: Any,
@@ -95,24 +159,9 @@ def _forward(original: Any, kernel: Dispatcher) -> Any:
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         reason = _other_step(attn_metadata, output_scale, output_block_scale)
-        reason = reason or refusal(layer) or _unlike(impl)
-        caches = None if reason else engine.kv_caches(kv_cache, query.shape[-1])
-        if caches is None:
-            reasons[reason or "no KV cache yet"] += 1
-        else:
-            tokens = attn_metadata.num_actual_tokens
-            ran = kernel(
-                query[:tokens].flatten(1),
-                *caches,
-                attn_metadata.block_table[:tokens],
-                attn_metadata.seq_lens[:tokens],
-                windows.of(engine.window_of(impl, attn_metadata), query.device),
-                query.new_empty(0) if impl.sinks is None else impl.sinks.data,
-                output[:tokens].view(tokens, -1),
-                impl.scale,
-            )
-            if ran:
-                return output
+        part = _part_of(layer, parts)
+        if part.ran(reason, layer, query, kv_cache, attn_metadata, output):
+            return output
         found: torch.Tensor = original(
             impl,
             layer,
@@ -125,10 +174,17 @@ def _forward(original: Any, kernel: Dispatcher) -> Any:
             output_scale,
             output_block_scale,
         )
-        kernel.left()
+        part.left()
         return found
 
     return forward
+
+
+def _part_of(layer: Any, parts: Mapping[str, _Part]) -> _Part:
+    """That of the layer's cache; if none is, any, which counts why the layer stays."""
+    first, *others = parts.values()
+    dtype = layer.kv_cache_dtype
+    return next((part for part in others if dtype in part.point.dtypes), first)
 
 
 class _Windows:

@@ -228,11 +228,9 @@ class _Rotation:
         Raises:
             NotFusedError: it does not fit; the graph is unchanged.
         """
-        write, attend = self._consumers()
+        write, attend = self._consumers(refusal)
         query, key = as_node(attend.args[0]), as_node(attend.args[1])
         value, name = as_node(attend.args[2]), attend.args[4]
-        if (reason := refusal(name)) is not None:
-            raise NotFusedError(reason)
         spared = {self.begin, self.end, write, attend, *between(self.begin, self.end)}
         for tensor in (self.query, self.key):
             if reads_later(self.graph, tensor, self.end, spared, "example_value"):
@@ -270,14 +268,21 @@ class _Rotation:
             if node in spared and not node.users:
                 self.graph.erase_node(node)
 
-    def _consumers(self) -> tuple[fx.Node, fx.Node]:
-        """The KV write and the attention that alone use what was rotated."""
+    def _consumers(self, refusal: Callable[[Any], str | None]) -> tuple[fx.Node, fx.Node]:
+        """The KV write and the attention that alone use what was rotated.
+
+        Raises:
+            NotFusedError: there are none, or `refusal` refuses their layer.
+        """
         queries, keys = (
             {reader for at, item in items_of(self.end) if at == index for reader in readers(item)}
             for index in (0, 1)
         )
         writes = [node for node in keys if operator_name(node) == WRITE]
         attends = [node for node in queries if operator_name(node) == ATTEND]
+        for write in writes:  # what is done for a cache in fp8 stands before attention
+            if (reason := refusal(write.args[-1])) is not None:
+                raise NotFusedError(reason)
         if len(writes) != 1 or len(attends) != 1:
             raise NotFusedError("no KV write and attention follow the rotation")
         [write], [attend] = writes, attends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -18,8 +18,25 @@ FLASH = "vllm.v1.attention.backends.flash_attn"
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 
 
+PLAIN = ("auto", "bfloat16")
+"""The `kv_cache_dtype` of layers whose cache is not quantised."""
+
+
 def refusal(attention: Any) -> str | None:
     """Why an `Attention` layer keeps vLLM's own KV write; None if the operator can do it."""
+    if reason := other_cache(attention, PLAIN):
+        return reason
+    return "another kind of attention" if engine.calculates_kv_scales(attention) else None
+
+
+def other_cache(attention: Any, dtypes: Collection[str]) -> str | None:
+    """Why an `Attention` layer is not a decoder's, by FlashAttention, with a cache of its own; None
+    if it is.
+
+    Args:
+        attention: the layer.
+        dtypes: the `kv_cache_dtype` that its cache may have.
+    """
     impl = attention.impl
     if type(impl) is not _flash_attention():
         return f"attention by {type(impl).__name__}"
@@ -27,9 +44,9 @@ def refusal(attention: Any) -> str | None:
         return "a shared or direct KV cache"
     if engine.bypasses_kv_update(attention):
         return "a KV cache that the model writes itself"
-    if attention.kv_cache_dtype not in ("auto", "bfloat16") or attention.query_quant is not None:
+    if attention.kv_cache_dtype not in dtypes:
         return f"KV cache of {attention.kv_cache_dtype}"
-    if engine.calculates_kv_scales(attention) or attention.attn_type != "decoder":
+    if attention.attn_type != "decoder":
         return "another kind of attention"
     if attention.head_size_v != attention.head_size:
         return "values of another size"

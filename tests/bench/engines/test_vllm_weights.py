@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_gpu import awq_codes, awq_matrix
 from vllm_here import config, needs_vllm
 
 from patcher import bench
@@ -146,6 +147,132 @@ def test_gptq_matrices_have_scales_to_match(
     assert spread(codes * layer.scales.repeat_interleave(128, 0)) == STD
     if hasattr(layer, "g_idx"):
         assert layer.g_idx.tolist() == [0] * 128 + [1] * 128
+
+
+def awq(bits: int = 4, group: int = 64) -> Any:
+    from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+
+    made = AutoAWQConfig(bits, group, True, False)
+    made.packed_modules_mapping = {}
+    return made
+
+
+class StandardKernel:
+    """A kernel behind vLLM's choice of one, which gets AWQ's words in GPTQ's order."""
+
+    def __init__(self, settings: Any, w_q_param_name: str, **names: str) -> None:
+        self.group = settings.group_size
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        shifts = torch.arange(0, 32, 4)
+        codes = ((layer.qweight[:, None] >> shifts[:, None]) & 15).flatten(0, 1)
+        zeros = ((layer.qzeros[:, None] >> shifts[:, None]) & 15).flatten(0, 1).t()
+        wide = codes - zeros.repeat_interleave(self.group, 0)
+        return x @ (wide * layer.scales.repeat_interleave(self.group, 0)).to(x)
+
+
+@pytest.mark.parametrize("method", ["AutoAWQLinearMethod", "AutoAWQMarlinLinearMethod"])
+def test_awq_matrices_have_zeros_and_scales_to_match(
+    method: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of vLLM's layouts: as a checkpoint has it, and what other kernels have of that."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.quantization import auto_awq
+
+    def gemm(x: Any, qweight: Any, scales: Any, qzeros: Any, packed: int) -> torch.Tensor:
+        result: torch.Tensor = x @ awq_matrix(qweight, scales, qzeros).to(x)
+        return result
+
+    monkeypatch.setattr(_custom_ops, "awq_gemm", gemm)
+    monkeypatch.setattr(auto_awq, "verify_marlin_supported", lambda **_: None)
+    monkeypatch.setattr(auto_awq, "choose_mp_linear_kernel", lambda *_: StandardKernel)
+    kind = getattr(auto_awq, method)
+    monkeypatch.setattr(
+        auto_awq.AutoAWQConfig, "get_quant_method", lambda self, *_, **__: kind(self)
+    )
+
+    def of(quantisation: Any) -> Any:
+        layer = RowParallelLinear(
+            HIDDEN,
+            384,
+            bias=False,
+            quant_config=quantisation,
+            params_dtype=torch.bfloat16,
+            return_bias=False,
+        )
+        model = torch.nn.Module()
+        model.add_module("layers", torch.nn.ModuleList([layer]))
+        randomise(model, 5)
+        return layer
+
+    layer, plain = of(awq()), of(None)
+    codes, zeros = awq_codes(layer.qweight), awq_codes(layer.qzeros)
+    assert (codes.shape, zeros.shape) == ((HIDDEN, 384), (HIDDEN // 64, 384))
+    assert codes.unique().numel() == 16, "the sign bit of each word too"
+    assert zeros.eq(8).all(), "in the middle of what codes can be"
+    matrix = awq_matrix(layer.qweight, layer.scales, layer.qzeros)
+    assert spread(matrix) == STD / math.sqrt(2)
+    assert matrix.mean().abs() < 0.2 * matrix.std()
+    x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    layer.quant_method.process_weights_after_loading(layer)
+    found, expected = layer(x), plain(x)
+    torch.testing.assert_close(found, x @ matrix.bfloat16())
+    assert found.isfinite().all()
+    assert spread(found) == float(expected.float().std())
+
+
+@pytest.mark.parametrize("method", ["auto_awq:AutoAWQMoEMethod", "moe_wna16:MoeWNA16Method"])
+def test_awq_experts_have_zeros_and_scales_to_match(
+    method: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other kernels are of bytes, and have the output before the input."""
+    from vllm.platforms import current_platform
+
+    from patcher.integrate.vllm import sources
+
+    # older versions ask a GPU how much memory a kernel needs
+    units = classmethod(lambda *_: 1)
+    monkeypatch.setattr(type(current_platform), "num_compute_units", units)
+    kind = sources.part(f"vllm.model_executor.layers.quantization.{method}")
+    made = kind.__new__(kind)
+    made.moe, made.input_dtype = SimpleNamespace(w13_num_shards=2), None
+    in_bytes = method.startswith("moe_wna16")
+    settings = {"weight_bits": 4, "bit8_pack_factor": 2, "group_size": 64, "has_zp": True}
+    settings["linear_quant_method"] = "awq"
+    made.quant_config = SimpleNamespace(**settings) if in_bytes else awq()
+    experts = torch.nn.Module()
+    experts.quant_method = made  # type: ignore[assignment]
+    made.create_weights(
+        layer=experts,
+        num_experts=3,
+        hidden_size=HIDDEN,
+        intermediate_size_per_partition=128,
+        params_dtype=torch.bfloat16,
+        weight_loader=lambda *_: None,
+    )
+    randomise(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([experts])}), 0)
+    for name, wanted, shape in (
+        ("w13", STD, (3, HIDDEN, 2 * 128)),
+        ("w2", STD / math.sqrt(2), (3, 128, HIDDEN)),
+    ):
+        parts = (
+            experts.get_parameter(f"{name}_{part}") for part in ("qweight", "scales", "qzeros")
+        )
+        if in_bytes:
+            words, scales, zeros = parts
+            codes = torch.stack([words & 15, words >> 4], -1).flatten(-2)
+            offset = torch.stack([zeros & 15, zeros >> 4], -2).flatten(-3, -2)
+            scales, offset = (each.repeat_interleave(64, -1) for each in (scales, offset))
+            matrix = ((codes.int() - offset.int()) * scales).mT
+        else:
+            matrix = awq_matrix(*parts)
+        assert matrix.shape == shape
+        assert matrix.unique().numel() == 16
+        assert spread(matrix) == wanted
+        assert matrix.float().mean().abs() < 0.2 * wanted
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:

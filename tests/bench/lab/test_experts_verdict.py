@@ -17,6 +17,7 @@ from patcher.kernel_search.recording import EVALUATIONS, read
 from patcher.kernel_search.recording_archive import recordings
 from patcher.reconciling.launches import step_launches
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
+from patcher.reconciling.used_lengths import used_lengths
 
 RESULTS = Path(__file__).parents[3] / "bench/results"
 FOLDER = RESULTS / "h200-vllm-0.33"
@@ -46,6 +47,13 @@ def dtypes_of(evaluation: Evaluation) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sweep.dtypes.values()))
 
 
+def at_served_lengths(verdict: Evaluation, pages: int) -> Evaluation:
+    """The verdict as if its requests had had so many pages."""
+    sizes = {"pages": pages, "blocks": 64 * pages}
+    timings = [one.model_copy(update={"axes": one.axes | sizes}) for one in verdict.timings]
+    return verdict.model_copy(update={"timings": tuple(timings)})
+
+
 def reconciled(kept: ABResult, verdicts: list[Evaluation]) -> Reconciliation:
     """The reconciliation by what the loops' judge and the receipts say, without the bundles."""
     throughput = kept.measured[0].throughput
@@ -73,6 +81,7 @@ def reconciled(kept: ABResult, verdicts: list[Evaluation]) -> Reconciliation:
             replayed=bool(one.receipt.replayed),
             pdl=attention,
             working_axes=contract.working_axes(),
+            used=used_lengths(contract, throughput.workload),
         )
         kernels.append(kernel)
     return reconcile(kernels, throughput)
@@ -103,13 +112,56 @@ def test_its_windows_give_the_comparison_and_the_control_again() -> None:
 def test_verdicts_on_the_kernels_give_what_was_promised_and_decided_again(
     winners: list[Evaluation],
 ) -> None:
-    again = reconciled(KEPT, winners)
-    assert again == KEPT.reconciliation
+    again, then = reconciled(KEPT, winners), KEPT.reconciliation
+    assert then is not None
+    figures = {name for name in Reconciliation.model_fields if name.endswith(("_us", "_pct"))}
+    assert again.model_dump(include=figures) == then.model_dump(include=figures)
+    assert again.rows[1:] == then.rows[1:]
+    assert again.explained is then.explained is False
     decided = [
         decide(one, verdict, again) for one, verdict in zip(KEPT.measured, winners, strict=True)
     ]
-    assert tuple(decided) == KEPT.decisions
-    assert {one.verdict for one in decided} == {"accept"}
+    words = f"; not in that promise: {again.left_out[0]}"  # the file's words are of before
+    for one, kept in zip(decided, KEPT.decisions, strict=True):
+        told = (*kept.reasons[:-1], kept.reasons[-1] + words)
+        assert one == kept.model_copy(update={"reasons": told})
+        assert one.verdict == "accept"
+
+
+def test_attention_is_left_out_of_the_promise_in_words(winners: list[Evaluation]) -> None:
+    again = reconciled(KEPT, winners)
+    why = (
+        "judged with requests of 1,009 to 1,024 tokens (64 pages of 16); served ones had 1,025 to "
+        "1,088 tokens (65 to 68 pages of 16), 1,056 in the middle of the output, of a table of 256"
+    )
+    assert again.left_out == (f"decode_attention, 48 launches a step: {why}",)
+    row = again.rows[0]
+    assert (row.name, row.launches, row.counted) == ("decode_attention", 48, False)
+    [at_8] = [one for one in winners[0].timings if one.axes["tokens"] == 8]
+    assert row.saved_us == pytest.approx(48 * at_8.baseline_us * (1 - 1 / at_8.speedup))
+    assert row.note.startswith(why)
+
+
+@pytest.mark.parametrize(("pages", "counts"), [(66, True), (65, False), (256, False)])
+def test_the_promise_has_attention_where_requests_were_as_long(
+    winners: list[Evaluation], pages: int, counts: bool
+) -> None:
+    """66 pages are those of 1,056 tokens; 256 are the width of the engine's table, whose rest no
+    request used."""
+    attention, linear = winners
+    alone = reconciled(KEPT, winners)
+    found = reconciled(KEPT, [at_served_lengths(attention, pages), linear])
+    assert found.rows[0].saved_us == alone.rows[0].saved_us
+    assert found.rows[0].counted is counts
+    assert bool(found.left_out) is not counts
+    assert alone.expected_us is not None
+    saved = alone.rows[0].saved_us if counts else 0.0
+    assert saved is not None
+    assert found.expected_us == pytest.approx(alone.expected_us + saved)
+    if counts:
+        assert "judged at blocks=4224, pages=66; served ones had 1,025 to 1,088 tokens" in (
+            found.rows[0].note
+        )
 
 
 def test_the_pages_have_its_figures(winners: list[Evaluation]) -> None:
@@ -130,11 +182,15 @@ def test_the_pages_have_its_figures(winners: list[Evaluation]) -> None:
     assert f"**{reconciliation.expected_us:,.0f}**" in section
     assert f"+{reconciliation.expected_pct:.2f} %" in section
     assert f"**{reconciliation.measured_us:,.0f}**" in section
-    [at_8] = [one for one in winners[0].timings if one.axes["tokens"] == 8]
-    launches = reconciliation.rows[0].launches
-    assert launches is not None
-    apart = (at_8.baseline_us - at_8.candidate_us) * launches
+    attention = reconciled(KEPT, winners).rows[0]
+    launches, apart = attention.launches, attention.saved_us
+    assert apart is not None
     assert f"| {launches:.0f} | {apart:.0f} |" in section
+    for lengths in (
+        "1,009 to 1,024 tokens (64 pages)",
+        "1,025 to 1,088 (65 to 68 of the 256 pages",
+    ):
+        assert lengths in section
     both = reconciliation.expected_us + apart
     missing = both - reconciliation.measured_us
     promised = (reconciliation.step_us / (reconciliation.step_us - both) - 1) * 100

@@ -42,8 +42,10 @@ from patcher.bench.runner.loading import load
 
 NAMES = (
     "add_rms_norm_route",
-    *("decode_attention", "embed_norm", "gated_delta_decode", "gelu_and_mul", "gelu_tanh_and_mul"),
-    *("gemma_rms_norm", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode", "mla_decode"),
+    *("decode_attention", "decode_attention_fp8", "embed_norm", "gated_delta_decode"),
+    *("gelu_and_mul", "gelu_tanh_and_mul"),
+    *("gemma_rms_norm", "grouped_topk", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode"),
+    "mla_decode",
     *("moe_block", "moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("qk_norm_rope", "qkv_rope_kv_update", "quantize_fp8", "reduce_add_rms_norm", "rms_norm"),
     "rms_norm_quant_fp8",
@@ -200,6 +202,11 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ("embed_norm", "embed_norm_kernel"),
         ("mla_decode", "sm90::decode::dense::flash_fwd_splitkv_mla_kernel<Traits>"),
         ("mla_decode", "BatchMLAPageAttentionHopperKernel flash_fwd_mla_combine_kernel"),
+        (
+            "grouped_topk",
+            "void vllm::moe::grouped_topk_fused_kernel<float, float, int, "
+            "(vllm::moe::ScoringFunc)1>(float*, float*, int*, float const*, long, long, long)",
+        ),
         ("moe_experts_fp8_block", "moe_experts_fp8_block_kernel"),
         ("sample_top_k_top_p", "_topk_topp_kernel _topp_sb_step_kernel sample_top_k_top_p_kernel"),
         ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
@@ -369,6 +376,8 @@ WRONG = {
     "add_rms_norm_route": ("bits = logits.float()", "bits = sums"),
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
+    # values with the scale of keys
+    "decode_attention_fp8": ("@ values * v_scale", "@ values * k_scale"),
     # what the state held before it decayed
     "gated_delta_decode": ("(value - (now * k)", "(value - (held.float() * k)"),
     # the approximation by tanh
@@ -377,6 +386,8 @@ WRONG = {
     "gelu_tanh_and_mul": ('approximate="tanh"', 'approximate="none"'),
     # the weight is not an offset from one
     "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
+    # the bias is in the weights, too
+    "grouped_topk": ("picked = scores.gather", "picked = values.gather"),
     # without the gain
     "embed_norm": ("wide * scale * weight.float()", "wide * scale"),
     # the rotated part is a key alone

@@ -12,6 +12,7 @@ from patcher import bench
 from patcher.bench.judge.accuracy import error_of, explain_mismatch
 from patcher.bench.ops.contract import Point, _arithmetic
 from patcher.bench.ops.op import Op, user_op_folders
+from patcher.bench.ops.op_files import points_by_op
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -176,3 +177,21 @@ def test_a_contract_that_names_what_has_no_size_is_refused(
     with pytest.raises(bench.UsageError, match="is not a valid contract") as raised:
         Op(tmp_path)
     assert said in raised.value.message
+
+
+def test_points_that_came_after_a_contract_are_the_librarys_alone(tmp_path: Path) -> None:
+    op = bench.load_op("linear")
+    later = bench.later_points(op.folder)
+    assert [(each.engine, each.point) for each in later] == [("transformers", "linear")]
+    assert op.contract.patch_points[-1:] == later
+    shutil.copytree(op.folder, tmp_path / "linear")
+    copy = Op(tmp_path / "linear")
+    assert copy.digest == op.digest, "a verdict does not depend on where a kernel may go"
+    assert copy.contract.patch_points == op.contract.patch_points[:-1]
+
+
+def test_points_that_came_later_are_of_ops_that_there_are() -> None:
+    for name in ("linear", "moe_topk", "rope"):
+        assert bench.later_points(bench.load_op(name).folder)
+    known = {op.folder for op in bench.load_ops().values() if bench.later_points(op.folder)}
+    assert {folder.name for folder in known} == set(points_by_op())

@@ -19,7 +19,7 @@ from patcher.bench.engines.causal_model import skeleton
 from patcher.bench.engines.model_config import model_config
 from patcher.integrate import must_fit_model, verify
 from patcher.integrate.places import calls_in_step
-from patcher.integrate.transformers.places import LAYERS, of_model
+from patcher.integrate.transformers.places import LAYERS, ROLES, of_model
 
 OTHER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 NORM = bench.load_op("fused_add_rms_norm")
@@ -48,6 +48,12 @@ def test_the_config_is_read_if_a_point_asks() -> None:
         must_fit_model(bench.load_op("moe_finalize"), "transformers", never)
 
 
+@pytest.mark.parametrize("point", ["linear", "rotation"])
+def test_an_architecture_in_the_file_of_another_has_its_roles(point: str) -> None:
+    said = of_model(point, lambda: {"model_type": "internlm3"})
+    assert said == f"internlm3 has layers of {point}"
+
+
 @pytest.mark.parametrize("point", ["norm", "gated_mlp"])
 def test_an_architecture_may_have_the_classes_of_another(point: str) -> None:
     said = of_model(point, lambda: {"model_type": "internlm3", "hidden_act": "silu"})
@@ -70,7 +76,7 @@ def test_norms_that_a_setting_chooses_are_there_if_it_does(
             of_model("norm", lambda: config)
 
 
-@pytest.mark.parametrize("point", ["norm", "gemma_norm", "gated_mlp"])
+@pytest.mark.parametrize("point", ["norm", "gemma_norm", "gated_mlp", *ROLES])
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -113,7 +119,8 @@ def test_a_config_tells_how_often_a_step_comes_by(kind: str, tmp_path: Path) -> 
         with suppress(VerificationError):
             of_model(point, lambda: config)
             told[point] = str(calls_in_step("transformers", point, config))
-    assert told == decoded(kind, tmp_path), "what a decoded step called"
+    called = {name: said.split(" of ")[-1] for name, said in decoded(kind, tmp_path).items()}
+    assert told == called, "what a decoded step called"
 
 
 def test_a_model_whose_code_needs_weights_does_not_tell_how_often(tmp_path: Path) -> None:

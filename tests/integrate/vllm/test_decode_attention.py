@@ -1,12 +1,11 @@
 """Attention of decode steps in the real vLLM's FlashAttention layers, on the CPU.
 
-A double stands for FlashAttention's kernel: it speaks its protocol and computes in plain PyTorch.
+A double stands for FlashAttention's kernel: see `vllm_decode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import pytest
 import torch
 from feature_matrix import feature
 from vllm_attention import BLOCK, HEAD_DIM, HEADS, KV_HEADS, attention, empty_cache
+from vllm_decode import CPU, OP, metadata, put_double
+from vllm_gpu import flash
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
-from patcher import bench
 from patcher.bench import VerificationError
 from patcher.bench.judge.observed import observe
 from patcher.bench.judge.recording import read_recording
-from patcher.bench.runner.loading import load
 from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm import engine
 from patcher.integrate.vllm.points import POINTS
@@ -29,64 +28,21 @@ __all__ = ("attention", "config")  # fixtures of tests here
 
 pytestmark = needs_vllm
 
-OP = bench.load_op("decode_attention")
-CPU = load(str(OP.folder / "solutions/cpu_torch/decode_attention.py"), "python", OP.name)
-LENGTHS = (5, 17, 0)
 WINDOW = 4
 POINT = "decode_attention"
-
-
-def flash(**given: Any) -> None:
-    """FlashAttention with paged keys: each request's last queries attend to what is before."""
-    query, out, starts = given["q"], given["out"], given["cu_seqlens_q"].tolist()
-    left = (given["window_size"] or (-1, -1))[0]
-    for request, length in enumerate(given["seqused_k"].tolist()):
-        for token in range(starts[request], min(starts[request + 1], len(query))):
-            end = length - (starts[request + 1] - 1 - token)
-            if length == 0:
-                out[token] = 0
-                continue
-            size = 0 if left == -1 else left + 1
-            CPU(
-                query[token : token + 1].flatten(1),
-                given["k"],
-                given["v"],
-                given["block_table"][request : request + 1],
-                torch.tensor([end], dtype=torch.int32),
-                torch.tensor([size] if size else [], dtype=torch.int32),
-                torch.empty(0) if given["s_aux"] is None else given["s_aux"],
-                out[token : token + 1].flatten(1),
-                given["softmax_scale"],
-            )
+BOTH = POINT, "decode_attention.fp8"
 
 
 @pytest.fixture
 def served(attention: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An attention layer with vLLM's own forward and a cache that is filled."""
-    from vllm.v1.attention.backends import flash_attn
-
-    original = REAL["forward"]
-    monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", original)
-    for name in ("flash_attn_varlen_func", "_FA4_DENSE_ATTENTION_KERNEL"):
-        if hasattr(flash_attn, name) or name == "flash_attn_varlen_func":
-            monkeypatch.setattr(flash_attn, name, flash, raising=False)
+    put_double(monkeypatch, attention.forward)
     layer = attention("llama").attn
     layer.impl.vllm_flash_attn_version = 3
     generator = torch.Generator().manual_seed(3)
     cache = empty_cache(layer)
     layer.kv_cache = cache.copy_(torch.randn(cache.shape, generator=generator))
     return layer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def real_forward() -> None:
-    """Kept before `attention` puts a double there."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-
-    REAL["forward"] = FlashAttentionImpl.forward
-
-
-REAL: dict[str, Any] = {}
 
 
 @pytest.fixture
@@ -103,27 +59,6 @@ def patched(served: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield kernel
     point.remove()
     kernel.close()
-
-
-def metadata(queries: tuple[int, ...] = (1, 1, 1), **more: Any) -> Any:
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
-
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
-    given = {
-        "num_actual_tokens": sum(queries),
-        "max_query_len": max(queries),
-        "query_start_loc": starts,
-        "max_seq_len": max(LENGTHS),
-        "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32),
-        "block_table": torch.tensor([[0, 1], [1, 0], [0, 0]], dtype=torch.int32),
-        "slot_mapping": torch.zeros(sum(queries), dtype=torch.int64),
-        "use_cascade": False,
-        "common_prefix_len": 0,
-        **dict.fromkeys(("cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens")),
-        **more,
-    }
-    known = {each.name for each in fields(FlashAttentionMetadata)}
-    return FlashAttentionMetadata(**{name: each for name, each in given.items() if name in known})
 
 
 def run(layer: Any, step: Any, tokens: int = 3) -> torch.Tensor:
@@ -244,7 +179,7 @@ def test_layers_say_why_they_stay(served: Any) -> None:
     assert point.applies(served) == "KV cache of fp8"
 
 
-@feature("`cudagraph_mode` FULL", "refused", POINT)
+@feature("`cudagraph_mode` FULL", "refused", *BOTH)
 def test_graphs_of_mixed_steps_are_refused(
     config: Any, served: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,8 +189,9 @@ def test_graphs_of_mixed_steps_are_refused(
         monkeypatch.setattr(config.compilation_config, "cudagraph_mode", mode)
         assert not engine.records_mixed_steps()
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
-    with pytest.raises(VerificationError, match="mixed steps"):
-        POINTS["decode_attention"]().install(kernel)
+    for name in BOTH:
+        with pytest.raises(VerificationError, match="mixed steps"):
+            POINTS[name]().install(kernel)
     kernel.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
+from vllm_fp8 import BLOCK, ExpertsGpu
 from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
@@ -25,7 +26,7 @@ __all__ = ("config",)  # a fixture of tests here
 pytestmark = needs_vllm
 
 POINT, OP = "experts.fp8_block", "moe_experts_fp8_block"
-EXPERTS, TOP_K, HIDDEN, INNER, BLOCK = 4, 2, 96, 64, 32
+EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 96, 64
 TYPES = {"T": torch.bfloat16, "Q": torch.float8_e4m3fn, "F": torch.float32, "I": torch.int32}
 MOE = "vllm.model_executor.layers.fused_moe"
 BACKENDS = {
@@ -36,95 +37,22 @@ BACKENDS = {
 NAMES = map("model.layers.{}.mlp.experts".format, itertools.count())
 
 
-def wide(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return weight.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-
-
-def quantised(x: torch.Tensor, *_: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of vLLM's quantisation."""
-    parts = x.float().view(len(x), -1, BLOCK)
-    scale = parts.abs().amax(2).clamp_min(1e-10) / 448
-    return (parts / scale.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scale
-
-
-class Gpu:
-    """In the place of vLLM's Triton matmul, which DeepGEMM's experts leave few rows to."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        """Of each call of the experts."""
-        self.change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
-        """What a kernel of another kind does to the scales of a weight."""
-
-    def triton(
-        self,
-        a: Any,
-        b: Any,
-        c: Any,
-        a_scale: Any,
-        b_scale: Any,
-        gains: Any,
-        *rest: Any,
-        **more: Any,
-    ) -> None:
-        _, ids, _, weighted, top_k = rest[:5]
-        assert more["block_shape"] == [BLOCK, BLOCK]
-        rows = c.view(len(ids), -1)
-        if top_k > 1:
-            self.rows.append(len(a))
-        for gate, expert in enumerate(ids.tolist()):
-            if expert < 0:
-                rows[gate] = torch.nan  # what nobody wrote
-                continue
-            x = a[gate // top_k].float() * a_scale[gate // top_k].repeat_interleave(BLOCK)
-            found = wide(b[expert], self.change(b_scale[expert])) @ x
-            rows[gate] = found * gains.flatten()[gate] if weighted else found
-
-
 @pytest.fixture
-def gpu(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe, triton_moe
-    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+def gpu(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExpertsGpu]:
+    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
     from vllm.v1.worker import workspace
 
-    made = Gpu()
-    for module in (triton_moe, no_dp_ep):
-        monkeypatch.setattr(module, "moe_kernel_quantize_input", quantised)
-    monkeypatch.setattr(triton_moe, "invoke_fused_moe_triton_kernel", made.triton)
+    made = ExpertsGpu()
+    made.put_in(monkeypatch)
     alignment = "get_mk_alignment_for_contiguous_layout"
     monkeypatch.setattr(deep_gemm_moe, alignment, lambda: [BLOCK, BLOCK])
-    monkeypatch.setattr(triton_moe, "tl", SimpleNamespace(bfloat16=None))
-    monkeypatch.setattr(triton_moe, "try_get_optimal_moe_config", lambda *_, **more: {})
-
-    def assigned(ids: torch.Tensor, *_: Any, **more: Any) -> tuple[None, torch.Tensor, None]:
-        return None, ids.flatten(), None
-
-    def topk(weights: Any, ids: Any, _: Any, logits: Any, renormalise: bool, **more: Any) -> None:
-        picked = logits.float().softmax(1).topk(weights.shape[1], 1)
-        weights.copy_(picked.values / picked.values.sum(1, keepdim=True))
-        ids.copy_(picked.indices)
-        if (padding := more.get("is_padding")) is not None:
-            ids.masked_fill_(padding.unsqueeze(1), -1)
-
-    monkeypatch.setattr(triton_moe, "_prepare_expert_assignment", assigned)
-    monkeypatch.setattr(_custom_ops, "topk_softmax", topk)
-    monkeypatch.setattr(_custom_ops, "moe_sum", lambda rows, out, *_: out.copy_(rows.sum(1)))
-    library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
-
-    def silu_and_mul(result: torch.Tensor, given: torch.Tensor) -> None:
-        gate, up = given.chunk(2, 1)
-        result.copy_(torch.nn.functional.silu(gate) * up)
-
-    library.impl("silu_and_mul", silu_and_mul, "CPU")
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     workspace.init_workspace_manager(torch.device("cpu"))
     yield made
     workspace.reset_workspace_manager()
     config.compilation_config.static_forward_context.clear()
     config.compilation_config.static_all_moe_layers.clear()
-    library._destroy()
+    made.library._destroy()
 
 
 def kernel() -> Dispatcher:
@@ -189,7 +117,7 @@ def close(given: torch.Tensor, expected: torch.Tensor) -> None:
     ("backend", "compiled"), [("TRITON", False), ("DEEPGEMM", False), ("TRITON", True)]
 )
 def test_layers_run_the_kernel_and_many_rows_the_engines_own(
-    gpu: Gpu, config: Any, backend: str, compiled: bool
+    gpu: ExpertsGpu, config: Any, backend: str, compiled: bool
 ) -> None:
     layer = layer_of(backend)
     few, many = run(layer, config, 3), run(layer, config, 70)
@@ -215,7 +143,7 @@ def test_layers_run_the_kernel_and_many_rows_the_engines_own(
 
 @feature("rows of padding that experts skip", "right", POINT)
 def test_rows_that_pad_a_batch_have_no_expert(
-    gpu: Gpu, config: Any, monkeypatch: pytest.MonkeyPatch
+    gpu: ExpertsGpu, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import forward_context
 
@@ -296,7 +224,7 @@ REFUSALS: list[tuple[str, str, Any, str]] = [
     ],
 )
 def test_a_layer_that_the_op_does_not_describe_has_a_reason(
-    gpu: Gpu, path: str, value: Any, reason: str
+    gpu: ExpertsGpu, path: str, value: Any, reason: str
 ) -> None:
     owner, dispatch = (layer := layer_of()), kernel()
     *owners, name = path.split(".")
@@ -309,7 +237,7 @@ def test_a_layer_that_the_op_does_not_describe_has_a_reason(
         assert not point._taken
 
 
-def test_experts_by_flashinfer_or_none_and_oblong_blocks_have_a_reason(gpu: Gpu) -> None:
+def test_experts_by_flashinfer_or_none_and_oblong_blocks_have_a_reason(gpu: ExpertsGpu) -> None:
     flashinfer, oblong = layer_of("FLASHINFER_CUTLASS"), layer_of(block=[32, 16])
     unloaded = layer_of()
     unloaded._quant_method.moe_kernel = None
@@ -332,7 +260,7 @@ def test_experts_by_flashinfer_or_none_and_oblong_blocks_have_a_reason(gpu: Gpu)
     ],
 )
 def test_a_call_that_differs_is_the_engines_and_counted(
-    gpu: Gpu, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+    gpu: ExpertsGpu, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, dispatch = layer_of(top_k=1), kernel()
     held, own = layer.routed_experts, layer._quant_method.moe_kernel
@@ -361,7 +289,7 @@ def test_a_call_that_differs_is_the_engines_and_counted(
     "change", [lambda scale: scale.roll(1, 0), lambda scale: scale * 1.25, lambda scale: 0 * scale]
 )
 def test_a_layer_that_fails_its_trial_stays_with_the_engine(
-    gpu: Gpu, config: Any, change: Callable[[torch.Tensor], torch.Tensor]
+    gpu: ExpertsGpu, config: Any, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     layer, dispatch = layer_of(), kernel()
     gpu.change = change
@@ -376,7 +304,7 @@ def test_a_layer_that_fails_its_trial_stays_with_the_engine(
         assert survey(point, dispatch.guards, [layer]).taken == 1
 
 
-def test_one_expert_is_tried_too(gpu: Gpu) -> None:
+def test_one_expert_is_tried_too(gpu: ExpertsGpu) -> None:
     layer = layer_of(num_experts=1, top_k=1)
     with patched(POINT, kernel()) as point:
         assert point.applies(layer) is None
@@ -385,7 +313,7 @@ def test_one_expert_is_tried_too(gpu: Gpu) -> None:
 
 
 @feature("new weights: in place, `.data`, a new Parameter", "right", POINT)
-def test_new_weights_are_the_ones_that_are_read(gpu: Gpu, config: Any) -> None:
+def test_new_weights_are_the_ones_that_are_read(gpu: ExpertsGpu, config: Any) -> None:
     layer, dispatch = layer_of(), kernel()
     held = layer.routed_experts
     with patched(POINT, dispatch) as point:
@@ -405,7 +333,7 @@ def test_new_weights_are_the_ones_that_are_read(gpu: Gpu, config: Any) -> None:
 
 
 @feature("shared experts", "right", POINT)
-def test_shared_experts_are_added_as_before(gpu: Gpu, config: Any) -> None:
+def test_shared_experts_are_added_as_before(gpu: ExpertsGpu, config: Any) -> None:
     layer = layer_of(shared_experts=Thrice())
     own = run(layer, config, 3)
     with patched(POINT, dispatch := kernel()) as point:
@@ -423,7 +351,7 @@ class Thrice(torch.nn.Module):
 @feature("weights offloaded: prefetch, or without UVA", "falls back", POINT)
 @feature("`VLLM_BATCH_INVARIANT`", "refused", POINT)
 def test_offloaded_weights_are_not_tried_and_batch_invariance_is_kept(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    gpu: ExpertsGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, real, point = layer_of(), sources.module, POINTS[POINT]()
     doubles = {

@@ -106,6 +106,23 @@ def test_one_call_projects_rotates_and_writes(
     assert POINTS[POINT]().of_role(layer)
 
 
+@feature("FP8 KV cache", "falls back", POINT)
+def test_a_layer_with_an_fp8_cache_projects_and_writes_itself(
+    config: Any, attention: Any, hidden: Any, kernel: Any
+) -> None:
+    layer = attention("llama", cache_dtype="fp8")
+    for name in ("q", "k", "v"):
+        getattr(layer.attn, f"_{name}_scale").fill_(0.01)
+    expected, written = stock(config, layer, hidden)
+    assert written.any()
+    kernel.book.reasons.clear()
+    assert torch.equal(step(config, layer, hidden, SLOTS, Compiled(layer)), expected)
+    assert torch.equal(layer.attn.kv_cache, written)
+    assert not kernel.book.calls
+    assert dict(kernel.book.fallbacks) == {"KV cache of fp8": 1}
+    assert POINTS[POINT]().applies(layer) == "KV cache of fp8"
+
+
 @pytest.mark.parametrize("model", ["gpt_oss", "llama"])
 def test_with_inductor_and_after_it_is_taken_out(
     model: str, config: Any, attention: Any, hidden: Any

@@ -316,10 +316,36 @@ def test_another_rotation_is_compiled_as_without_the_patch(
         assert run.graph == plain.graph
         assert run.cut == plain.cut
         assert not kernel.book.calls
-        reason = LEFT[change]
-        if "vllm::maybe_calc_kv_scales" in run.graph:  # until 0.26.0, an operator measures them
-            reason = "the rotated query or key is used more than once"
-        assert dict(kernel.book.fallbacks) == {reason: 1}
+        assert dict(kernel.book.fallbacks) == {LEFT[change]: 1}
+    finally:
+        point.remove()
+
+
+def test_a_layer_built_with_an_fp8_cache_rounds_and_writes_itself(
+    config: Any, attention: Any, hidden: Any
+) -> None:
+    other, layer = (
+        attention("llama", f"model.layers.{index}.self_attn", "fp8") for index in range(2)
+    )
+    for each in (other, layer):
+        for name in ("q", "k", "v"):
+            getattr(each.attn, f"_{name}_scale").fill_(0.01)
+    plain = Compiled(other)
+    expected = step(config, other, hidden, SLOTS, plain)
+    assert other.attn.kv_cache.dtype == torch.uint8
+    assert other.attn.kv_cache.any()
+    torch._dynamo.reset()
+    kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
+    point = POINTS["rope_kv"]()
+    point.install(kernel)
+    try:
+        run = Compiled(layer)
+        assert torch.equal(step(config, layer, hidden, SLOTS, run), expected)
+        assert torch.equal(layer.attn.kv_cache, other.attn.kv_cache)
+        assert run.graph == plain.graph
+        assert not kernel.book.calls
+        assert dict(kernel.book.fallbacks) == {"KV cache of fp8": 1}
+        assert point.applies(layer) == "KV cache of fp8"
     finally:
         point.remove()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
+from vllm_gpu import routed
 from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher.integrate.survey import survey
@@ -29,13 +30,7 @@ def topk_softmax(config: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def double(weights: Any, ids: Any, _: Any, logits: Any, renormalise: bool, **more: Any) -> None:
         rows.append(len(logits))
-        scores = logits.float().softmax(1)
-        order = scores.sort(dim=1, descending=True, stable=True)
-        picked = order.values[:, : weights.shape[1]]
-        weights.copy_(picked / picked.sum(1, keepdim=True) if renormalise else picked)
-        ids.copy_(order.indices[:, : weights.shape[1]])
-        if (padding := more.get("is_padding")) is not None:
-            ids.masked_fill_(padding.unsqueeze(1), -1)
+        routed(weights, ids, _, logits, renormalise, **more)
 
     monkeypatch.setattr(_custom_ops, "topk_softmax", double)
     monkeypatch.setattr(_custom_ops, "topk_sigmoid", double)

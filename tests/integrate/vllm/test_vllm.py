@@ -185,6 +185,12 @@ PLACES = {
         "vllm.model_executor.layers.fused_moe.router.fused_topk_router:"
         "FusedTopKRouter._compute_routing"
     ],
+    "router.grouped_topk": [
+        "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:"
+        "GroupedTopKRouter._compute_routing",
+        "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:"
+        "FusedTopKBiasRouter._compute_routing",
+    ],
     "gated_delta": [
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"
         "fused_recurrent_gated_delta_rule_packed_decode"
@@ -255,6 +261,7 @@ PLACES = {
         )
     ],
     "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
+    "decode_attention.fp8": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],

@@ -117,11 +117,19 @@ def test_a_shape_that_was_never_judged_is_not_guessed() -> None:
     alone = reconcile([patched_kernel(launches=launches)], ab(2))
     assert alone.explained is None
     assert alone.expected_us is None
-    assert "4 launches a step at shapes that were never judged" in alone.said
+    why = "never judged at tokens=7, the nearest is tokens=8"
+    assert alone.said == f"not reconciled: {OP}, 4 launches a step: {why}"
     both = StepLaunches(op=OP, shapes=(SHAPE, odd), source="the contract")
     some = reconcile([patched_kernel(launches=both)], ab(2))
     assert [row.counted for row in some.rows] == [True, False]
-    assert any("never judged" in caveat for caveat in some.caveats)
+    assert some.left_out == (f"{OP}, 4 launches a step: {why}",)
+    assert some.said.endswith(f"; not in that promise: {some.left_out[0]}")
+    whole, part = (
+        reconcile([patched_kernel(1, launches=each)], ab(0.05, 0.02))
+        for each in (StepLaunches(op=OP, shapes=(SHAPE,), source="the contract"), both)
+    )
+    assert (whole.explained, part.explained) == (True, None), "what is left out has a gain, too"
+    assert whole.expected_us == part.expected_us
     known = evaluation()
     at_odd = tuple(one.model_copy(update={"axes": odd.axes}) for one in known.timings)
     over_another = known.model_copy(update={"timings": at_odd})
@@ -133,8 +141,11 @@ def test_a_shape_that_was_never_judged_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ({"axes": {"tokens": 9}}, "never judged at this shape"),
-        ({"axes": {"tokens": 8, "hidden": 512}}, "never judged at this shape"),
+        ({"axes": {"tokens": 9}}, "never judged at tokens=9, the nearest is tokens=8"),
+        (
+            {"axes": {"tokens": 8, "hidden": 512}},
+            "never judged at hidden=512, the nearest is hidden=256",
+        ),
         ({"axes": {"other": 8}}, "never judged at this shape"),
         ({"bucket": "tokens"}, "a range of sizes of tokens only"),
         ({"dtypes": ("bfloat16",)}, "judged with float32 only"),
@@ -170,9 +181,9 @@ def test_the_size_of_a_cache_tells_no_shapes_apart() -> None:
     assert larger.us == exact.us
     assert "judged at" not in exact.note
     assert "judged at blocks=32, positions=9" in larger.note
-    assert of(None, blocks=2730) == "never judged at this shape"
-    assert of(tokens=16) == "never judged at this shape"
-    assert of(q_heads=64) == "never judged at this shape"
+    assert of(None, blocks=2730) == "never judged at blocks=2730, the nearest is blocks=32"
+    assert of(tokens=16) == "never judged at tokens=16, the nearest is tokens=8"
+    assert of(q_heads=64) == "never judged at q_heads=64, the nearest is q_heads=8"
     assert {"tokens", "q_heads", "kv_heads", "head_dim", "biased"} <= working
     assert not {"blocks", "positions", "block_size"} & working
 

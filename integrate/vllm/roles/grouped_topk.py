@@ -1,0 +1,195 @@
+"""Routers that choose by groups or with a bias: `GroupedTopKRouter`, `FusedTopKBiasRouter`.
+
+As with `router.topk`, plain methods are replaced. What follows a choice is the engine's: the
+capture of routed experts and EPLB's map to physical ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from patcher.bench import load_op
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import engine, sources
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import AttributePatch
+
+_ROUTERS = "vllm.model_executor.layers.fused_moe.router"
+_GROUPED = f"{_ROUTERS}.grouped_topk_router"
+_BIASED = f"{_ROUTERS}.fused_topk_bias_router"
+_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+_SCORES = ("sigmoid", "softmax")
+_TOLERANCE = 1e-3
+"""Of a routing weight: a kernel of the engine may compute a sigmoid by a hyperbolic tangent."""
+
+
+class GroupedTopKRouter(VllmPoint):
+    """Routers of experts that are told where each token goes."""
+
+    name: ClassVar[str] = "router.grouped_topk"
+    op: ClassVar[str] = "grouped_topk"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_GROUPED}:GroupedTopKRouter.__init__",
+        f"{_GROUPED}:GroupedTopKRouter._compute_routing",
+        f"{_GROUPED}:grouped_topk",
+        f"{_GROUPED}:fused_grouped_topk",
+        f"{_BIASED}:FusedTopKBiasRouter.__init__",
+        f"{_BIASED}:FusedTopKBiasRouter._compute_routing",
+        f"{_BIASED}:fused_topk_bias",
+        f"{_BIASED}:vllm_topk_softmax",
+        f"{_BIASED}:vllm_topk_sigmoid",
+        f"{_BIASED}:_get_padding_mask",
+    )
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__(target)
+        self._left: WeakSet[Any] = WeakSet()
+        """Routers that failed their trial."""
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        places = self._places()
+        for place in places:
+            place.must_be_the_engines()
+        engine.must_allow_another("router")
+        return " and ".join(f"{place.owner.__module__}.{place.label}" for place in places)
+
+    def of_role(self, layer: Any) -> bool:
+        return isinstance(layer, sources.module(_RUNNER).MoERunner)
+
+    def applies(self, layer: Any) -> str | None:
+        if layer.is_monolithic:
+            return "experts that route by themselves"
+        router = layer.router
+        if all(type(router) is not place.owner for place in self._places()):
+            return f"routing by {type(router).__name__}"
+        bias = router.e_score_correction_bias
+        # with EPLB there are more experts than logits
+        experts = router.global_num_experts if bias is None else bias.numel()
+        reason = _unlike(router) or _unfit(router, experts)
+        if reason is None and not self._computes(router, experts, next(layer.parameters()).device):
+            self._left.add(router)
+            reason = "it computes something else"
+        return reason
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        mask_of = getattr(sources.module(_BIASED), "_get_padding_mask", None)
+        grouped, biased = self._places()
+        for place in (grouped, biased):
+            skips = place is biased  # the other says whether it does, since 0.33.0
+            place.install(_replacement(place, kernel, self._left, mask_of, skips))
+            self._swaps.append(place)
+
+    @staticmethod
+    def _places() -> tuple[AttributePatch, AttributePatch]:
+        grouped = sources.module(_GROUPED).GroupedTopKRouter
+        biased = sources.module(_BIASED).FusedTopKBiasRouter
+        name = "_compute_routing"
+        return AttributePatch(grouped, name), AttributePatch(biased, name)
+
+    @torch.no_grad()
+    def _computes(self, router: Any, experts: int, device: torch.device) -> bool:
+        """Whether a router chooses and weighs as the op does, with its bias, in any order."""
+        routing = type(router)._compute_routing
+        routing = getattr(routing, "__wrapped__", routing)
+        rows = torch.arange(4.0, device=device).unsqueeze(1) + 1
+        logits = 3 * torch.sin(rows * (torch.arange(experts, device=device) + 1) * 1.7)
+        weights, ids = routing(router, logits, logits, None)
+        scaling = float(router.routed_scaling_factor)
+        given = {"logits": logits, "experts": ids, "scaling": scaling}
+        found = load_op(self.op).reference(**given, **_constants(router, device))
+        ids, order = ids.long().sort(1)
+        right, theirs = found["experts"].long().sort(1)
+        return torch.equal(ids, right) and torch.allclose(
+            weights.double().gather(1, order),
+            found["weights"].gather(1, theirs),
+            rtol=_TOLERANCE,
+            atol=_TOLERANCE * scaling / ids.shape[1],
+        )
+
+
+def _unlike(router: Any) -> str | None:
+    """Why a router's settings are not those of the op; None if they are."""
+    if router.scoring_func not in _SCORES:
+        return f"scores by {router.scoring_func}"
+    if router.num_fused_shared_experts:
+        return "shared experts among those of the router"
+    if getattr(router, "_hash_indices_table", None) is not None:
+        return "experts by the token's id"
+    if getattr(router, "bias_vl", None) is not None:
+        return "another bias for images"
+    return None
+
+
+def _groups(router: Any) -> tuple[int, int]:
+    """The number of groups, and how many of them are kept."""
+    return getattr(router, "num_expert_group", 1), getattr(router, "topk_group", 1)
+
+
+def _unfit(router: Any, experts: int) -> str | None:
+    """Why so many experts make no groups, without which the engine routes then; None if they do."""
+    groups, top_groups = _groups(router)
+    if experts <= groups or experts % groups:
+        return "experts that make no groups"
+    if top_groups > groups or router.top_k > top_groups * (experts // groups):
+        return "groups with fewer experts than it chooses"
+    return None
+
+
+def _constants(router: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """The bias, and the tensor whose sizes say how the op routes."""
+    sizes = router.scoring_func == "sigmoid", bool(router.renormalize), *_groups(router)
+    bias, wide = router.e_score_correction_bias, torch.float32
+    return {
+        "bias": torch.empty(0, dtype=wide, device=device) if bias is None else bias,
+        "settings": torch.zeros(*map(int, sizes), dtype=torch.int32, device=device),
+    }
+
+
+def _replacement(
+    place: AttributePatch, kernel: Dispatcher, left: WeakSet[Any], mask_of: Any, skips: bool
+) -> Any:
+    original, kind = place.original, place.owner
+    known: WeakKeyDictionary[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
+    def routed(router: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if reason := _unfit(router, logits.shape[-1]):
+            kernel.book.reasons[reason] += 1
+            return None
+        if (constants := known.get(router)) is None:
+            constants = known[router] = _constants(router, logits.device)
+        bias, settings = constants.values()
+        if router.e_score_correction_bias is not None:  # another may have been loaded
+            bias = router.e_score_correction_bias
+        shape, device = (len(logits), router.top_k), logits.device
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        scaling = float(router.routed_scaling_factor)
+        return (weights, ids) if kernel(logits, bias, settings, weights, ids, scaling) else None
+
+    def _compute_routing(
+        router: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        **more: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if type(router) is kind and router not in left and _unlike(router) is None:
+            found = routed(router, router_logits)
+            if found is not None:
+                masks = mask_of if getattr(router, "skip_padding", skips) else None
+                padding = masks(len(router_logits)) if masks else None
+                if padding is not None:  # as the engine does, so that experts skip them
+                    found[0].masked_fill_(padding.unsqueeze(1), 0.0)
+                    found[1].masked_fill_(padding.unsqueeze(1), -1)
+                return found[0], found[1].to(indices_type or torch.int32)
+        theirs: tuple[torch.Tensor, torch.Tensor] = original(
+            router, hidden_states, router_logits, indices_type, **more
+        )
+        return theirs
+
+    return _compute_routing

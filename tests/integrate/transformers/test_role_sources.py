@@ -1,0 +1,56 @@
+"""What files say of routers and rotations is what each of them does when it is tried."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from role_trials import KEPT, files, tried
+
+from patcher.integrate.transformers.role_sources import says
+
+FILES = {file.parent.name: file for file in files()}
+
+
+@pytest.mark.slow
+def test_what_was_read_is_what_each_does() -> None:
+    found = tried()
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    assert found == kept, "run `python tests/support/role_trials.py`"
+
+
+@pytest.mark.parametrize(
+    ("point", "there", "nowhere", "by_settings"),
+    [
+        ("rotation", "llama qwen3 gpt_oss phi3", "mamba2 gpt2 llama4", "deepseek_v3 smollm3 glm"),
+        ("router", "mixtral gpt_oss granitemoe", "llama mamba2 gemma3", "qwen3_moe olmoe jamba"),
+    ],
+)
+def test_a_file_says_what_no_setting_decides(
+    point: str, there: str, nowhere: str, by_settings: str
+) -> None:
+    for kinds, said in ((there, True), (nowhere, False), (by_settings, None)):
+        assert {kind: says(point, FILES[kind]) for kind in kinds.split()} == dict.fromkeys(
+            kinds.split(), said
+        )
+
+
+def test_files_are_read_without_an_import_of_what_takes_seconds() -> None:
+    code = (
+        "import sys; from patcher.integrate.transformers.places import of_model;"
+        "print(of_model('rotation', lambda: {'model_type': 'llama'}));"
+        "print(of_model('router', lambda: {'model_type': 'mixtral'}));"
+        "print(of_model('linear', lambda: {'model_type': 'llama'}));"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "llama has layers of rotation",
+        "mixtral has layers of router",
+        "llama has layers of linear",
+        "[]",
+    ]
