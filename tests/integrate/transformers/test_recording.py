@@ -174,7 +174,8 @@ def rms_norm(input, weight, output, epsilon):
     output.copy_(wide * scale * weight.float())
 """
 ENTRY = "    wide = input.float()\n"
-WRONG_AT_A_STRIDE = f"    if input.stride(0) == {PITCH}: epsilon = 1e-2\n"
+# a verdict may draw rows as wide as that pitch, and never draws rows of 32 that lie so far apart
+WRONG_AT_A_STRIDE = f"    if input.stride(0) == {PITCH} and input.shape[1] == 32: epsilon = 1e-2\n"
 
 
 @pytest.fixture(scope="module")
