@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from patcher.integrate.kernelbench.problem import sizes_of
     from patcher.integrate.measuring import activated, await_engine, worker_receipts
     from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
+    from patcher.integrate.recorders import recorder
+    from patcher.integrate.recording import Recorder, RecordingLimits
     from patcher.integrate.tensorrt_llm import check_workers, write_module
     from patcher.integrate.tensorrt_llm_recipe import write_recipe
     from patcher.integrate.tensorrt_llm_source import SEAMS, make_diff
@@ -62,6 +64,9 @@ _LAZY = {
     "sizes_of": "patcher.integrate.kernelbench.problem",
     "write_model_new": "patcher.integrate.kernelbench.model_new",
     "prepare": "patcher.integrate.activation",
+    "Recorder": "patcher.integrate.recording",
+    "RecordingLimits": "patcher.integrate.recording",
+    "recorder": "patcher.integrate.recorders",
     "names_taken": "patcher.integrate.points",
     "specs_of": "patcher.integrate.points",
 }
@@ -90,6 +95,8 @@ __all__ = [
     "Patch",
     "ProblemOptions",
     "Receipt",
+    "Recorder",
+    "RecordingLimits",
     "Refused",
     "Store",
     "Switches",
@@ -120,6 +127,7 @@ __all__ = [
     "prepare",
     "problem_files",
     "read_receipts",
+    "recorder",
     "require_target",
     "sizes_of",
     "specs_of",

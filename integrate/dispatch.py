@@ -45,6 +45,10 @@ class Dispatcher:
     proven before fall back.
     """
 
+    eager_only = False
+    """Whether a transformers model's compiled code is left to itself: there our arithmetic would
+    stand for the engine's own, which a recorder is for."""
+
     def __init__(
         self,
         name: str,
@@ -111,6 +115,15 @@ class Dispatcher:
         case.calls += 1
         return True
 
+    def left(self, *written: Any) -> None:
+        """Take note of what the engine's own code gave for the call that was refused last; a
+        recorder does, see `patcher.integrate.recording`.
+
+        Args:
+            written: the tensors that the contract says are written, in its order; none: the
+                engine's code wrote into those that the call was given.
+        """
+
     def warm(self, *args: Any) -> None:
         """Build and prove the kernel for such a call on scratch tensors, without counting it.
 
@@ -152,8 +165,11 @@ class Dispatcher:
 
             def run(*args: Any) -> None:
                 this = dispatcher()
-                if this is None or not this(*(args if view is None else view(*args))):
+                if this is None:
                     original(*args)
+                elif not this(*(args if view is None else view(*args))):
+                    original(*args)
+                    this.left()
 
             library.impl(name, run, "CompositeExplicitAutograd")
             library.impl(name, _nothing, "Meta")

@@ -30,15 +30,25 @@ class Switches:
     """`PATCHER_STRICT`: whether a failure raises instead of leaving the engine unpatched."""
     receipts: Path | None
     """`PATCHER_RECEIPTS`: the folder for this process's receipts; None for no receipts."""
+    recorded: tuple[str, ...] = ()
+    """`PATCHER_RECORD_POINTS`: patch points whose calls are recorded, separated by commas."""
+    recordings: Path | None = None
+    """`PATCHER_RECORD`: the folder for recordings; None: nothing is recorded."""
+    recorded_mb: str = ""
+    """`PATCHER_RECORD_MB`: most values of a point's recording, in MB; empty: the usual limit."""
 
     @classmethod
     def read(cls) -> Switches:
         """Read the environment of this process."""
-        folder = variable("RECEIPTS")
+        folder, recordings = variable("RECEIPTS"), variable("RECORD")
+        points = [name.strip() for name in variable("RECORD_POINTS").split(",")]
         return cls(
             variable("PATCHES").strip() or "off",
             variable("STRICT").strip().lower() not in ("", "0", "false", "no", "off"),
             Path(os.path.expanduser(folder)) if folder else None,
+            tuple(filter(None, points)),
+            Path(os.path.expanduser(recordings)) if recordings else None,
+            variable("RECORD_MB").strip(),
         )
 
     def asks_for(self, patch_id: str) -> bool:

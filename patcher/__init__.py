@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from patcher.api.optimize import RunReport, optimize, read_run
     from patcher.api.patched import PatchReceipt, patched
     from patcher.api.profile import ProfileResult, profile
+    from patcher.api.recorded import recorded
     from patcher.api.throughput import ThroughputResult, throughput
     from patcher.bench import (
         BudgetError,
@@ -45,6 +46,7 @@ _LAZY = {
     "patched": "patcher.api.patched",
     "profile": "patcher.api.profile",
     "read_run": "patcher.api.optimize",
+    "recorded": "patcher.api.recorded",
     "throughput": "patcher.api.throughput",
     "BudgetError": "patcher.bench",
     "MissingError": "patcher.bench",
@@ -99,5 +101,6 @@ __all__ = [
     "patched",
     "profile",
     "read_run",
+    "recorded",
     "throughput",
 ]

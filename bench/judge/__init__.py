@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patcher.bench.judge.evaluation import Evaluation
@@ -88,6 +89,9 @@ class JudgeSettings:
     none of the candidate's host code."""
     sanitize: bool = False
     """CUDA: whether a candidate that passed all other checks must also pass compute-sanitizer."""
+    recorded: Path | None = None
+    """Calls that an engine was seen to make, which a candidate must get right too; see
+    `patcher.bench.judge.recorded`."""
 
 
 def evaluate(

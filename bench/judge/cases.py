@@ -26,6 +26,7 @@ from patcher.bench.judge.baseline_errors import carried_over
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
 from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
+from patcher.bench.judge.recording import EngineCall
 from patcher.bench.ops.codes import nudge
 from patcher.bench.ops.contract import Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
@@ -35,6 +36,8 @@ Values = dict[str, Tensor]
 MIXED_BYTES = 16 << 20
 """Size in bytes above which a read-only tensor of arbitrary bits is not sent, and neither are
 weights of normal values."""
+RECORDED = "recorded"
+"""The regime of what an engine was given."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned, and above which what is
 only written is poisoned where the call runs."""
@@ -54,8 +57,12 @@ class Case:
     """The tensor that the regime applies to; empty: all that it may change."""
     changed: int | None = None
     """Seed that changes one element of each free tensor relative to the case without it."""
+    recorded: EngineCall | None = None
+    """The call of an engine that it repeats, with its values and strides."""
 
     def label(self) -> str:
+        if self.recorded is not None:
+            return self.recorded.label
         placed = "" if self.placed == "plain" else f" {self.placed}"
         only = f" {self.only}" if self.only else ""
         return f"{self.point.label()} {self.regime}{only}{placed}"
@@ -150,24 +157,31 @@ def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
 
 
 def tensors_of(
-    op: Op, point: Point, placed: str = "plain", sparing: bool = True, changed: Collection[str] = ()
+    op: Op,
+    point: Point,
+    placed: str = "plain",
+    sparing: bool = True,
+    changed: Collection[str] = (),
+    recorded: EngineCall | None = None,
 ) -> Layout:
     """The layout of the tensors. With `sparing`, large read-only ones are not sent in full: weights
     unless they are among the `changed`, whose values are not the usual ones. Nor is the poison of
-    large ones that are only written.
+    large ones that are only written. Those of a `recorded` call lie as the engine had them.
     """
     contract = op.contract
     wanted = []
     for tensor in contract.tensors:
         shape, dtype = contract.shape(tensor, point), point.dtypes[tensor.dtype]
         strides = strides_of(tensor, shape, dtype, placed)
-        shifted = placed == "shifted" and tensor.alignment < 16
-        as_plain = strides == strides_of(tensor, shape, dtype) and not shifted
+        shift = SHIFT if placed == "shifted" and tensor.alignment < 16 else 0
+        if recorded is not None:
+            strides, shift = recorded.placed(tensor.name)
+        as_plain = strides == strides_of(tensor, shape, dtype) and not shift
         size = math.prod(shape) * DTYPES[dtype].item_bytes
         usual = tensor.name not in changed
         travel: Travel = "bytes"
         if sparing and tensor.access == "read" and as_plain:
-            travel = _travel(tensor, dtype, size, usual)
+            travel = _travel(tensor, dtype, size, usual, recorded is None)
         elif sparing and tensor.access == "write" and size >= CHECKED_BYTES:
             travel = "poisoned"
         wanted.append(
@@ -176,7 +190,7 @@ def tensors_of(
                 dtype=dtype,
                 shape=shape,
                 strides=strides,
-                shift=SHIFT if shifted else 0,
+                shift=shift,
                 travel=travel,
                 constant=tensor.constant,
             )
@@ -184,15 +198,21 @@ def tensors_of(
     return layout(wanted)
 
 
-def _travel(tensor: TensorSpec, dtype: str, size: int, usual: bool) -> Travel:
+def _travel(tensor: TensorSpec, dtype: str, size: int, usual: bool, drawn: bool) -> Travel:
     weight = tensor.constant and tensor.values == "any" and DTYPES[dtype].wide_mantissa > 0
-    if (tensor.values == "bits" or (usual and weight)) and size >= MIXED_BYTES and size % 8 == 0:
+    mixed = drawn and (tensor.values == "bits" or (usual and weight))
+    if mixed and size >= MIXED_BYTES and size % 8 == 0:
         return "mixed"
     return "checked" if size >= CHECKED_BYTES else "bytes"
 
 
 def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
     """The contents of the tensors before the call."""
+    if case.recorded is not None:
+        given = {name: value.to(device) for name, value in case.recorded.inputs.items()}
+        for name, value in case.recorded.outputs.items():
+            given.setdefault(name, torch.zeros_like(value, device=device))
+        return {tensor.name: given[tensor.name] for tensor in op.contract.tensors}
     values = regimes.make(op, case.point, case.seed, case.regime, device, case.only)
     if case.changed is None:
         return values
@@ -210,6 +230,7 @@ class Expected:
 
     reference: dict[str, Tensor]
     honest: dict[str, Tensor]
+    """The accuracy baseline's; of a recorded call the engine's."""
     before: dict[str, Tensor]
     kept: dict[str, Tensor]
     """For tensors that are updated in part: where the bits of `before` must stay."""
@@ -218,17 +239,27 @@ class Expected:
 def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
     """Reference and accuracy baseline, both computed in the judge, where the inputs are."""
     scalars = scalars_by_name(op, case)
-    copies = {name: value.clone() for name, value in inputs.items()}
-    with op_calls.running(op, "baselines.py", op.accuracy_name):
-        run = op.accuracy(next(iter(inputs.values())).device.type)
-        returned = run(*copies.values(), *scalars.values())
-    honest = op_calls.written_by_baseline(op, op.accuracy_name, copies, returned)
+    if case.recorded is None:
+        honest = baseline_values(op, case, inputs)
+    else:
+        honest = {
+            name: value.to(inputs[name].device) for name, value in case.recorded.outputs.items()
+        }
     with op_calls.running(op, "reference.py", "reference"):
         kept, given = op.kept(**inputs), op.reference(**inputs, **scalars)
     reference = op_calls.checked_results(op, "reference.py", "reference", given)
     if case.regime == "normal":
         op_calls.check_defined(op, reference, honest)
     return Expected(reference, honest, inputs, kept)
+
+
+def baseline_values(op: Op, case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the op's accuracy baseline makes of inputs."""
+    copies = {name: value.clone() for name, value in inputs.items()}
+    with op_calls.running(op, "baselines.py", op.accuracy_name):
+        run = op.accuracy(next(iter(inputs.values())).device.type)
+        returned = run(*copies.values(), *scalars_by_name(op, case).values())
+    return op_calls.written_by_baseline(op, op.accuracy_name, copies, returned)
 
 
 def planted(op: Op, case: Case, inputs: dict[str, Tensor]) -> Values:

@@ -22,11 +22,12 @@ from patcher.bench.judge import JudgeSettings, Progress, Stopwatch
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
-from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Runner
+from patcher.bench.judge.recorded import recorded_cases, told
 from patcher.bench.judge.regimes import require_seeded
 from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
 from patcher.bench.judge.tripwires import Tripwires
@@ -122,12 +123,17 @@ class Judge:
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         require_fits(op, sweep, device)
         require_seeded(op, cases_.shapes_tried(op, sweep), device)
+        recorded: tuple[list[Case], str] = ([], "")
+        if settings.recorded is not None:
+            recording, calls = recorded_cases(op, settings.recorded, device)
+            recorded = calls, told(recording, calls)
         state = TrialState(candidate, device, outputs=None if seed is None else hashlib.sha256())
         start = begin(state, op, settings, report)
         if isinstance(start, Evaluation):
             return start
         with _device_lock(device):
-            return self._run(state, op, sweep, start.built, start.seen, report, Secrets(seed))
+            draw = Secrets(seed)
+            return self._run(state, op, sweep, start.built, start.seen, report, draw, recorded)
 
     def _run(
         self,
@@ -138,6 +144,7 @@ class Judge:
         seen: Tripwires,
         report: Progress,
         draw: Secrets,
+        recorded: tuple[list[Case], str],
     ) -> Evaluation:
         settings = self._settings(state.device)
         zygote = self._zygote(state.device)
@@ -152,6 +159,8 @@ class Judge:
                 trial.load(built, self._cpus(state.device))
                 cases = cases_.correctness_cases(op, sweep, draw, 1 + seen.evidence)
                 trial.correct(cases, report)
+                if recorded[0]:
+                    trial.correct(recorded[0], report, "recorded")
                 trial.repeats(seen.declares_nondeterminism)
                 baseline, times, name = self._baseline(op, sweep, state.device, report)
                 more = {"baseline": name, "baselines": times, "sweep": sweep.name}
@@ -170,6 +179,8 @@ class Judge:
                 evaluation = state.verdict(wrong.outcome, wrong.log, **timed)
             else:
                 trial.passed()
+                if recorded[0]:
+                    state.check("recorded", True, recorded[1])
                 speedup = geomean([timing.speedup for timing in more["timings"]])
                 outcome = Outcome.CORRECT if speedup > 1 else Outcome.TOO_SLOW
                 evaluation = state.verdict(outcome, geomean_speedup=speedup, **more)

@@ -58,7 +58,7 @@ class CallSets:
         """
         first = cases[0]
         changed = regimes.changed(op, first.regime, first.only)
-        plan = tensors_of(op, first.point, first.placed, changed=changed)
+        plan = tensors_of(op, first.point, first.placed, changed=changed, recorded=first.recorded)
         if lacking := stock.lacks(plan):
             plan = tensors_of(op, first.point, first.placed, changed=changed | lacking)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]

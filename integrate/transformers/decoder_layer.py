@@ -138,6 +138,7 @@ class GptOssDecoderLayers(GptOssPoint):
                 residual = residual + attended
                 rows = residual.view(-1, residual.shape[-1])
                 hidden = middle(residual)
+                seam.left(hidden, residual)
             mixed, _ = layer.mlp(hidden)
             if onlookers.keeps:
                 mixed = mixed.clone()

@@ -44,11 +44,19 @@ class ForwardPatch:
             if any(isinstance(arg, torch.Tensor) and dispatches_itself(arg) for arg in args):
                 self.refuse(FOREIGN)
                 return False
+            if self._kernel.eager_only:
+                self.refuse("recorded in eager code alone")
+                return False
             _mark(self)
             self._operator(*args)
             return True
         self.reached += 1
         return self._kernel(*args)
+
+    def left(self, *written: torch.Tensor) -> None:
+        """See `Dispatcher.left`; in compiled code nothing is noted."""
+        if not torch.compiler.is_compiling():
+            self._kernel.left(*written)
 
     def refuse(self, reason: str, calls: int = 1) -> None:
         """Count calls that are not dispatched; compiled code counts them once, during tracing."""

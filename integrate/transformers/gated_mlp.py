@@ -84,7 +84,9 @@ def _forward(mlp: Any, seam: ForwardPatch, original: Forward) -> Forward:
                 return mlp.down_proj(output)
         else:
             seam.refuse("not contiguous")
-        return mlp.down_proj(mlp.act_fn(gate) * up)
+        inner = mlp.act_fn(gate) * up
+        seam.left(inner)
+        return mlp.down_proj(inner)
 
     return forward
 

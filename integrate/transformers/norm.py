@@ -99,6 +99,10 @@ def _forward(norm: Any, seam: ForwardPatch, original: Forward) -> Forward:
             output = hidden_states.new_empty(hidden_states.shape)
             if seam(rows, weight, output.view(rows.shape), epsilon):
                 return output
+            del output
+            result = original(hidden_states)
+            seam.left(result)
+            return result
         return original(hidden_states)
 
     return forward

@@ -40,7 +40,7 @@ def register() -> None:
 
 def _is_off() -> bool:
     chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"
-    return chosen.strip() == "off"
+    return chosen.strip() == "off" and not os.environ.get("PATCHER_RECORD")
 
 
 def _look_again() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from patcher.bench import PatcherError, UsageError
 from patcher.integrate.activation import Activation, Installed, Switches, activate
-from patcher.integrate.survey import look, report
+from patcher.integrate.recorders import RecordedPoint, start_recorders
+from patcher.integrate.survey import LayerPoint, look, report, survey
 from patcher.integrate.switches import home_store
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
@@ -38,6 +39,7 @@ _OWN_FOLDER = re.compile(r"patcher-[0-9a-f]{12}")
 """The place of patched code in a folder that the user named."""
 _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
+    *(f"PATCHER_{name}" for name in ("RECORD", "RECORD_POINTS", "RECORD_MB")),
     *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
     "PATCHER_RANDOM_WEIGHTS",
     "PATCHER_BUILD_TIMEOUT_S",
@@ -62,6 +64,8 @@ class VllmPlugin:
 
     def __init__(self) -> None:
         self.active: Activation | None = None
+        self.recorders: list[RecordedPoint] = []
+        """What records calls of the engine's own code, which the environment may ask for."""
         self._state: _State | None = None
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Workers of this process that were not shut down: their classes are patched."""
@@ -104,6 +108,7 @@ class VllmPlugin:
         if self.active is None or state != self._state:
             if self.active is not None and self._state is not None:
                 changes = bool(self.active.installed or state.enabled)
+                changes = changes or bool(self.recorders or state.switches.recordings)
                 if changes and self._others(worker):
                     raise UsageError(
                         "another engine of this process runs with other patches or settings",
@@ -112,6 +117,7 @@ class VllmPlugin:
             self.leave()
             self.active = activate("vllm", switches=state.switches, tensor_parallel=tensor_parallel)
             self._state = state
+            self.recorders = start_recorders("vllm", state.switches)
             self._tie_compiled_code()
         else:  # the patches are in, but this engine may have other passes than the one before
             alone = not self._others(worker)
@@ -133,7 +139,8 @@ class VllmPlugin:
     def _tie_compiled_code(self) -> None:
         assert self.active is not None
         known: dict[str, Any] = sources.module("vllm.envs").environment_variables
-        if digests := self.active.digests:
+        recorded = (each.recorder.book.digest for each in self.recorders)
+        if digests := ",".join(filter(None, (self.active.digests, *recorded))):
             # `envs.compile_factors` hashes every entry of this table, so compiled code with other
             # patches, or without any, or as another patcher rewrote it, lies in another folder
             factor = f"{digests} {code_digest(Path(__file__).parents[1])}"
@@ -159,10 +166,17 @@ class VllmPlugin:
             layers = [layer for model in models_of(worker) for layer in model.modules()]
             with current(config):
                 look(self._installed, layers, number, self._strict)
+                for each in self.recorders:
+                    if isinstance(each.point, LayerPoint):
+                        # layers that compute something else get their own code back
+                        found = survey(each.point, each.recorder.guards, layers)
+                        each.recorder.book.surveys[number] = found
 
         def tell() -> None:
             ran = _runs_before_it_serves(config)
             report(self._installed, self._strict and stages == 1, _engines_log, ran=ran)
+            for each in self.recorders:
+                each.recorder.waits = False
 
         for name in LOADS:
             _after(worker, name, self._unharmed(see))
@@ -204,6 +218,9 @@ class VllmPlugin:
 
     def leave(self) -> None:
         """Remove all patches; idempotent."""
+        recorders, self.recorders = self.recorders, []
+        for each in reversed(recorders):
+            each.remove()
         if self.active is not None:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None

@@ -33,6 +33,9 @@ class VllmPoint(ABC):
     fused_by: ClassVar[tuple[str, ...]] = ()
     """Such passes for which the patch is refused, where they have something to fuse."""
 
+    tells_tokens: ClassVar[bool] = False
+    """Whether its calls hold token ids, which are text: they are not recorded."""
+
     def __init__(self, target: Any = None) -> None:
         """Prepare the point; `target` is unused, since classes and modules are patched."""
         self._swaps: list[AttributePatch | SharedPatch] = []

@@ -101,6 +101,7 @@ def evaluate(
     tripwires: bool = True,
     sanitize: bool = False,
     counters: bool = False,
+    recorded: FilePath | None = None,
     judge: str | None = None,
     progress: bool | StageReport = True,
 ) -> EvaluationResult:
@@ -119,6 +120,7 @@ def evaluate(
         tripwires: whether the source is looked at for what a kernel must not do.
         sanitize: CUDA: whether it must pass compute-sanitizer, too.
         counters: CUDA: whether Nsight Compute counts in its kernels.
+        recorded: calls of an engine that it must get right, too, as `patcher.recorded` wrote them.
         judge: `local`, `exchange:DIR` (served by `patcher worker DIR`), or `ray[:ADDRESS][@GPU]`;
             by the settings if None.
         progress: whether a bar is shown on a terminal or in a notebook, or a function that is
@@ -155,6 +157,7 @@ def evaluate(
         tripwires=tripwires,
         sanitize=sanitize,
         counters=counters,
+        recorded=None if recorded is None else Path(recorded),
     )
     with progress_bar(progress) as report:
         try:

@@ -53,6 +53,7 @@ class JudgeRequest:
         tripwires: bool = True,
         sanitize: bool = False,
         counters: bool = False,
+        recorded: Path | None = None,
     ) -> JudgeRequest:
         """Read the source and settle what is not given; see `patcher.evaluate`.
 
@@ -62,6 +63,10 @@ class JudgeRequest:
         """
         given = resolve({"judge": judge})
         candidate = Candidate.from_file(load_op(op).name, source, language)
+        if recorded is not None and given.judge != LOCAL:
+            raise UsageError(
+                "a recording is not sent to a judge elsewhere", "judge it here: --judge local"
+            )
         if counters:
             _require_counters(candidate.language, device, here=given.judge == LOCAL)
         settings = JudgeSettings(
@@ -74,6 +79,7 @@ class JudgeRequest:
             tripwires=tripwires,
             policy=given.tripwires.for_op(candidate.op),
             sanitize=sanitize,
+            recorded=recorded,
         )
         return cls(candidate, settings, given.judge, counters)
 

@@ -29,6 +29,7 @@ from patcher.commands.console import (
     "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
     "patcher evaluate fused_add_rms_norm kernel.hip",
+    "patcher evaluate rms_norm kernel.cpp --recorded norm.safetensors",
     "patcher evaluate fused_add_rms_norm kernel.cpp --reward --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --judge exchange:jobs",
     "patcher evaluate fused_add_rms_norm kernel.cu --judge ray:10.0.0.1:6379",
@@ -70,6 +71,12 @@ def evaluate(
             "give its reward for training.",
         ),
     ] = False,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            help="It must also be right on these calls of an engine; see `patcher ops observe`."
+        ),
+    ] = None,
     judge: JudgeSpec = None,
     as_json: Json = False,
 ) -> int:
@@ -101,6 +108,7 @@ def evaluate(
         tripwires=tripwires,
         sanitize=sanitize,
         counters=counters,
+        recorded=recorded,
     )
     output = Output(as_json)
     if for_reward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,6 +48,27 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
     document = {**whole.model_dump(mode="json"), "solutions": solutions}
     Output(as_json).emit(document, Text(text))
     return 0
+
+
+@ops_app.command("observe")
+@examples("patcher ops observe norm.safetensors", "patcher ops observe norm.safetensors --json")
+def ops_observe(
+    file: Annotated[Path, typer.Argument(help="Calls that `patcher.recorded` wrote.")],
+    as_json: Json = False,
+) -> int:
+    """Compare what an engine was seen to do with an op's contract.
+
+    It shows shapes, strides, dtypes and values, which of them no sweep, hidden shape or regime has,
+    and the error of the engine's own outputs against float64.
+
+    Exit code 0: the outputs are the op's; 1: a call refutes the contract.
+    """
+    from patcher.bench.judge.observed import observe
+    from patcher.show.observed import observed_tables
+
+    found = observe(file)
+    Output(as_json).emit(found, *observed_tables(found))
+    return 1 if found.refuted else 0
 
 
 def _whole_contract(op: Op) -> Contract:

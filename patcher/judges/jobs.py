@@ -64,6 +64,8 @@ class JobSettings(Record):
     policy: TripwirePolicy
     sanitize: bool
     device_code: bool = False
+    recorded: None = Field(default=None, exclude=True)
+    """A recording stays where it was made: a judge elsewhere has none."""
 
     @classmethod
     def of(cls, settings: JudgeSettings) -> JobSettings:

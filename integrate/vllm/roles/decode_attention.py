@@ -140,6 +140,10 @@ class _Part:
             impl.scale,
         )
 
+    def left(self) -> None:
+        """Tell that the engine's own code has written the output."""
+        self._kernel.left()
+
 
 def _sharing(original: Any, parts: Mapping[str, _Part]) -> Any:
     def forward(
@@ -155,7 +159,8 @@ def _sharing(original: Any, parts: Mapping[str, _Part]) -> Any:
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         reason = _other_step(attn_metadata, output_scale, output_block_scale)
-        if _part_of(layer, parts).ran(reason, layer, query, kv_cache, attn_metadata, output):
+        part = _part_of(layer, parts)
+        if part.ran(reason, layer, query, kv_cache, attn_metadata, output):
             return output
         found: torch.Tensor = original(
             impl,
@@ -169,6 +174,7 @@ def _sharing(original: Any, parts: Mapping[str, _Part]) -> Any:
             output_scale,
             output_block_scale,
         )
+        part.left()
         return found
 
     return forward

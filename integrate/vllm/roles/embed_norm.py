@@ -28,6 +28,7 @@ class EmbedNorm(VllmPoint):
 
     name: ClassVar[str] = "embed_norm"
     op: ClassVar[str] = "embed_norm"
+    tells_tokens: ClassVar[bool] = True
     fusions: ClassVar[tuple[str, ...]] = NORM_FUSIONS
     parts: ClassVar[tuple[str, ...]] = (
         f"{_EMBEDDING}:VocabParallelEmbedding.forward",

@@ -98,6 +98,7 @@ def _replacement(original: Any, kernel: Dispatcher) -> Any:
             ssm_state_indices=ssm_state_indices,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
+        kernel.left()
         return found
 
     return packed_decode

@@ -32,6 +32,7 @@ class GreedySampler(VllmPoint):
 
     name: ClassVar[str] = "sampler.greedy"
     op: ClassVar[str] = "sample_argmax"
+    tells_tokens: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = (
         f"{_V1}:Sampler.greedy_sample",
         f"{_V2}:Sampler.sample",

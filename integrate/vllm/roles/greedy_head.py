@@ -43,6 +43,7 @@ class GreedyHead(VllmPoint):
 
     name: ClassVar[str] = "lm_head.greedy"
     op: ClassVar[str] = "lm_head_argmax"
+    tells_tokens: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LOGITS}:LogitsProcessor.__init__",
         f"{_LOGITS}:LogitsProcessor.forward",

@@ -109,6 +109,7 @@ def _replacement(original: Any, kernel: Dispatcher) -> Any:
         else:
             kernel.book.reasons[reason] += 1
         original(state, x, dt, A, B, C, D, dt_bias, **how)
+        kernel.left()
 
     return selective_state_update
 

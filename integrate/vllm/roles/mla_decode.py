@@ -93,6 +93,7 @@ def _replacement(place: AttributePatch, kernel: Dispatcher) -> Any:
         found: tuple[torch.Tensor, torch.Tensor | None] = original(
             impl, q, kv_c_and_k_pe_cache, attn_metadata, layer
         )
+        kernel.left(found[0])
         return found
 
     return forward_mqa

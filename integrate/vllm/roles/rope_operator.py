@@ -139,6 +139,8 @@ class RopeKvOperator:
             elif self.kernel(positions, *flat, query.new_empty(0), table, slots, *caches):
                 return key.new_empty(0)
         self._by_vllm(attention, cache, slots, positions, (query, key, value), table)
+        if self.kernel is not None:
+            self.kernel.left()
         return key.new_empty(0)
 
     def _by_vllm(

@@ -38,6 +38,7 @@ class TopKTopPSampler(VllmPoint):
 
     name: ClassVar[str] = "sampler.top_k_top_p"
     op: ClassVar[str] = "sample_top_k_top_p"
+    tells_tokens: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = (
         "vllm.v1.sample.sampler:Sampler.sample",
         f"{_OPS}:{_SAMPLER}.__init__",

@@ -6,16 +6,21 @@ A double stands for FlashAttention's kernel: see `vllm_decode`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from feature_matrix import feature
 from vllm_attention import BLOCK, HEAD_DIM, HEADS, KV_HEADS, attention, empty_cache
-from vllm_decode import CPU, metadata, put_double
+from vllm_decode import CPU, OP, metadata, put_double
+from vllm_gpu import flash
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher.bench import VerificationError
+from patcher.bench.judge.observed import observe
+from patcher.bench.judge.recording import read_recording
+from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm import engine
 from patcher.integrate.vllm.points import POINTS
 
@@ -98,6 +103,37 @@ def test_padding_is_left_as_it_was_beyond_the_steps_tokens(served: Any, patched:
     assert found[2].eq(0).all(), "a request without tokens"
     assert found[3:].eq(7).all()
     assert calls(patched) == 1
+
+
+def test_what_flash_attention_gives_confirms_the_contract_or_refutes_it(
+    served: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The closed kernel is known by what it was given and gave alone."""
+    from vllm.v1.attention.backends import flash_attn
+
+    file = tmp_path / "calls.safetensors"
+    served.impl.sliding_window = (WINDOW - 1, 0)
+    expected = run(served, metadata())
+    with recorder("vllm", POINT, file) as found:
+        assert run(served, metadata()).equal(expected)
+        run(served, metadata((1, 3, 1)), 5)
+    assert (found.seen, len(found.calls)) == (1, 1), "what is no step of decode is no call"
+    _, [call] = read_recording(file, OP.contract)
+    assert call.inputs["key_cache"].equal(engine.kv_caches(served.kv_cache, HEAD_DIM)[0])
+    assert call.outputs["out"].equal(expected.flatten(1))
+    [group] = observe(file).groups
+    assert group.finding == "confirmed", group.problem
+
+    def without_window(**given: Any) -> None:
+        flash(**{**given, "window_size": (-1, -1)})
+
+    for name in ("flash_attn_varlen_func", "_FA4_DENSE_ATTENTION_KERNEL"):
+        if hasattr(flash_attn, name):
+            monkeypatch.setattr(flash_attn, name, without_window)
+    with recorder("vllm", POINT, file):
+        run(served, metadata())
+    [group] = observe(file).groups
+    assert group.finding == "refuted"
 
 
 @pytest.mark.parametrize(

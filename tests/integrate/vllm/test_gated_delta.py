@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,9 @@ from feature_matrix import feature
 from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
+from patcher.bench.judge.observed import observe
+from patcher.bench.judge.recording import read_recording
+from patcher.integrate.recorders import recorder
 from patcher.integrate.survey import survey
 
 __all__ = ("config",)  # a fixture of tests here
@@ -112,6 +116,21 @@ def test_a_step_of_decode_is_one_call(module: Any) -> None:
     state = layer.kv_cache[1].flatten(1).double()
     torch.testing.assert_close(state[[2, 4]], expected["state"][[2, 4]], rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.kv_cache[1][[0, 1, 3, 5]], before[[0, 1, 3, 5]])
+
+
+def test_an_engine_that_computes_something_else_refutes_the_contract(
+    module: Any, tmp_path: Path
+) -> None:
+    """The double of vLLM's kernel computes nothing."""
+    layer, given, file = layer_of(module), inputs(), tmp_path / "calls.safetensors"
+    with recorder("vllm", "gated_delta", file) as found:
+        out = step(layer, given)
+    assert (found.seen, found.record().left_out, module.kernel.calls) == (1, {}, 1)
+    _, [call] = read_recording(file, OP.contract)
+    assert call.inputs["qkv"].equal(given["mixed_qkv"][:TOKENS])
+    assert call.outputs["out"].equal(out[:TOKENS].flatten(1))
+    assert call.outputs["state"].equal(layer.kv_cache[1].flatten(1))
+    assert observe(file).refuted
 
 
 @feature("a cache whose slots are not dense", "falls back", "gated_delta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
 from patcher.bench import VerificationError
+from patcher.bench.judge.observed import observe
+from patcher.integrate.recorders import recorder
 from patcher.integrate.survey import survey
 from patcher.integrate.vllm import engine
 
@@ -165,6 +168,19 @@ def test_a_step_of_decode_is_one_call(
     torch.testing.assert_close(cache.double(), expected["state"], rtol=1e-4, atol=1e-5)
     assert torch.equal(cache[[0, 1, 3, 5]], before[[0, 1, 3, 5]]), "slots of no request"
     assert out[4].eq(7).all(), "what is no token of the step"
+
+
+def test_what_vllms_kernel_gives_confirms_the_contract(
+    module: Any, config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layer, given, file = layer_of(module, config), projected(5), tmp_path / "calls.safetensors"
+    slots = torch.tensor([[4], [0], [2], [6]], dtype=torch.int32)
+    with recorder("vllm", POINT, file) as found:
+        step(module, layer, monkeypatch, given, slots)
+    assert (found.seen, found.record().left_out) == (1, {})
+    [group] = observe(file).groups
+    assert group.finding == "confirmed", group.problem
+    assert set(group.error) == {"out", "state"}
 
 
 @feature("prefill and decode in one step", "right", POINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from feature_matrix import feature
 from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher.bench import VerificationError
+from patcher.bench.judge.observed import observe
+from patcher.integrate.recorders import recorder
 from patcher.integrate.survey import survey
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.points import POINTS
@@ -138,6 +141,19 @@ def test_steps_of_decode_run_the_kernel_and_rows_of_speculation_the_engines_own(
             assert gpu.rows == before + 6
             assert dict(kernel.book.fallbacks) == {"more than one token of a request": 1}
     assert torch.equal(run(layer, 3, joined), single)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_each_backend_gives_confirms_the_contract(
+    gpu: Gpu, backend: str, tmp_path: Path
+) -> None:
+    layer, file = layer_of(backend), tmp_path / "calls.safetensors"
+    own = run(layer)
+    with recorder("vllm", POINT, file) as found:
+        assert torch.equal(run(layer), own)
+    assert (found.seen, found.record().left_out) == (1, {})
+    [group] = observe(file).groups
+    assert group.finding == "confirmed", group.problem
 
 
 @feature("FP8 KV cache", "falls back", POINT)

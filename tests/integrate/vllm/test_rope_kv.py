@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from vllm_attention import (
 )
 from vllm_here import config, dispatcher, needs_vllm
 
+from patcher.bench.judge.observed import observe
 from patcher.integrate.counts import GraphWatch
+from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles.rope_graph import MARKS
 
@@ -69,6 +72,20 @@ def stock(config: Any, layer: Any, hidden: Any) -> tuple[torch.Tensor, torch.Ten
 
 def count(kernel: Any) -> int:
     return sum(kernel.book.calls.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_vllm_rotates_and_writes_confirms_the_contract(
+    model: str, config: Any, attention: Any, hidden: Any, tmp_path: Path
+) -> None:
+    layer, file = attention(model), tmp_path / "calls.safetensors"
+    expected, written = stock(config, layer, hidden)
+    with recorder("vllm", "rope_kv", file) as found:
+        torch.testing.assert_close(step(config, layer, hidden, SLOTS, Compiled(layer)), expected)
+    torch.testing.assert_close(layer.attn.kv_cache, written)
+    assert (found.seen, found.record().left_out) == (1, {})
+    [group] = observe(file).groups
+    assert group.finding == "confirmed", group.problem
 
 
 @pytest.mark.parametrize("model", MODELS)
