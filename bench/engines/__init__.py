@@ -202,7 +202,8 @@ class EngineFactory(Protocol):
     it finds free, it has `cache_argument`, the argument that bounds its KV cache, and
     `cache_size(workload, room)`, the value that suffices, or None; `share_argument` is that of the
     share of the device's memory. Where it compiles when it starts and keeps that on disk,
-    `compiles` is true: see `compiles`.
+    `compiles` is true: see `compiles`. `compiles_alike` says in which versions it finds that
+    again whatever those two arguments are; where it is not said, in all.
 
     Any class may have `check_model(workload)`, which raises what is missing for a model that is no
     preset, without loading it.
@@ -239,19 +240,6 @@ def cache_argument(engine: str) -> str:
     if in_process(engine):
         return ""
     return str(getattr(ENGINES.load(engine), "cache_argument", ""))
-
-
-def arguments_beside(workload: Workload, room: Sequence[Shape], share: float) -> dict[str, Any]:
-    """Arguments with which an engine loads beside another one of its kind and serves that traffic
-    in a share of the device's memory; none where they are not known.
-
-    Raises:
-        UsageError, MissingError: as `Registry.load`.
-    """
-    factory: Any = ENGINES.load(workload.engine)
-    name, cache = getattr(factory, "share_argument", ""), cache_argument(workload.engine)
-    size = factory.cache_size(workload, room) if name and cache else None
-    return {} if size is None else {name: share, cache: size}
 
 
 def compiles(engine: str) -> bool:
@@ -336,7 +324,6 @@ __all__ = [
     "EngineFactory",
     "Generation",
     "Measurable",
-    "arguments_beside",
     "cache_argument",
     "check_model",
     "compiles",

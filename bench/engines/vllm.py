@@ -57,6 +57,8 @@ class VllmEngine:
     options = staticmethod(vllm_options.options)
     cache_argument: ClassVar[str] = "kv_cache_memory_bytes"
     share_argument: ClassVar[str] = "gpu_memory_utilization"
+    compiles_alike: ClassVar[str] = ">=0.26"
+    """Before, the cache's size was in the hash of compiled code (`CacheConfig.compute_hash`)."""
     reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}
 
     def __init__(

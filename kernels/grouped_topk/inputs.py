@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REGIMES = ("normal", "tied", "close", "ends", "spread", "unfair", "gone")
+REGIMES = ("normal", "tied", "close", "ends", "spread", "unfair", "below", "gone")
 """`normal` is timed; the judge adds generic regimes (zeros, ones, NaN, ...)."""
 
 
@@ -37,6 +37,8 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
             logits[:, ::size] += 4.0
         case "unfair":  # the bias alone decides, by far
             bias = bias * 100
+        case "below":  # small scores, and values below those that a mask might have
+            logits, bias = logits - 16.0, bias - 2.0
         case "gone":  # scores of a sigmoid vanish, so that nothing is divided by nothing
             logits = logits - 1000.0
         case _:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from patcher.bench import PatcherError
 from patcher.bench.engines.child_errors import ended
@@ -24,6 +24,8 @@ _LOG_LIMIT = 4 << 20
 
 class EngineCommand:
     """A running command. Leaving the context ends it and all its children."""
+
+    _running: ClassVar[set[EngineCommand]] = set()
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class EngineCommand:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._running.add(self)
 
     @property
     def pid(self) -> int:
@@ -103,6 +106,13 @@ class EngineCommand:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._running.discard(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """End all that run, whichever thread started them and waits for them."""
+        for command in tuple(cls._running):
+            command.close()
 
     def receipts(self) -> list[Receipt]:
         """Receipts of its processes until about a second ago."""

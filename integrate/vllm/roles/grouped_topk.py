@@ -108,7 +108,7 @@ class GroupedTopKRouter(VllmPoint):
             weights.double().gather(1, order),
             found["weights"].gather(1, theirs),
             rtol=_TOLERANCE,
-            atol=_TOLERANCE * scaling / ids.shape[1],
+            atol=_TOLERANCE * abs(scaling) / ids.shape[1],
         )
 
 

@@ -6,13 +6,14 @@ import inspect
 from typing import Any, get_args
 
 import pytest
-from vllm_here import needs_vllm
+from vllm_here import installed, needs_vllm
 
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import loads_beside, with_cache_size
 from patcher.bench import PatcherError, Workload
 from patcher.bench.ab.tuning import options_for, options_of
 from patcher.bench.engines import vllm_options
+from patcher.bench.engines.beside import arguments_beside
 from patcher.bench.engines.vllm import VllmEngine, _arguments
 
 
@@ -112,3 +113,21 @@ def test_only_an_engine_that_fills_the_memory_gets_a_bound() -> None:
     assert with_cache_size(unknown) == unknown, "its sizes are on the hub"
     other = workload("qwen3-8b").model_copy(update={"engine": "transformers"})
     assert loads_beside(ABJob(workload=other, process_pairs=3))
+
+
+def test_an_engine_loads_beside_another_where_it_compiles_the_same_alone() -> None:
+    asked = workload("llama-3.1-8b")
+    size = VllmEngine.cache_size(asked)
+    beside = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": size}
+    assert arguments_beside(asked, (), 0.4, ["0.26.0", "0.33.0rc1"]) == beside
+    for versions in (["0.25.1"], ["0.33.0", "0.25.1"], ["0.33.0", None]):
+        assert arguments_beside(asked, (), 0.4, versions) == {}
+
+
+@needs_vllm
+def test_versions_that_compile_alike_are_those_whose_hash_leaves_out_memory() -> None:
+    from vllm.config import CacheConfig
+
+    beside = CacheConfig(gpu_memory_utilization=0.4, kv_cache_memory_bytes=1 << 30)
+    alike = beside.compute_hash() == CacheConfig().compute_hash()
+    assert bool(arguments_beside(workload("llama-3.1-8b"), (), 0.4, [installed()])) == alike

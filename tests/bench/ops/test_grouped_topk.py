@@ -124,6 +124,7 @@ def test_between_values_that_rounding_may_swap_either_is_right() -> None:
 
 
 ORDER = "torch.sort(values{}, dim=1, descending=True, stable=True).indices"
+MASKED = ".masked_fill(out.repeat_interleave(size, 1), 0.0)"
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,13 @@ ORDER = "torch.sort(values{}, dim=1, descending=True, stable=True).indices"
         ("if renormalised", "if not renormalised"),
         (" if sigmoid else ", " if not sigmoid else "),
         ("picked * scaling", "picked"),
+        ("1e-20", "1e-9"),
+        (ORDER.format(""), f"{ORDER.format(MASKED)}; out = out & False"),
     ],
 )
 def test_a_kernel_that_errs_is_caught(old: str, new: str, tmp_path: Path) -> None:
-    """It ignores groups, has the largest of each alone, the other order of ties, and so on."""
+    """It ignores groups, has the largest of each alone, the other order of ties, values of nothing
+    for groups that are out, and so on."""
     source = SOURCE.read_text()
     assert old in source
     file = tmp_path / "grouped_topk.py"

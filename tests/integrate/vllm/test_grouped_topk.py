@@ -120,6 +120,7 @@ CASES = [
     (grouped, {"num_expert_group": 1, "topk_group": 1}),
     (grouped, {"bias": None, "scoring_func": "softmax", "renormalize": False}),
     (grouped, {"bias": None}),
+    (grouped, {"routed_scaling_factor": -1.5}),
     (biased, {}),
     (biased, {"scoring_func": "softmax", "renormalize": False, "routed_scaling_factor": 1.0}),
 ]

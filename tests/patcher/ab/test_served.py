@@ -9,9 +9,11 @@ import os
 import platform
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from pydantic import JsonValue
 from served_sample import CLIENT, FAST, JOB, POINTS, SLOW, WORKLOAD, serve_by_doubles
 from typer.testing import CliRunner
 
-from patcher.ab import served
+from patcher.ab import served, server
 from patcher.ab.block_folder import blocks_folder
 from patcher.ab.job import ABJob
 from patcher.ab.served import compare_served, with_patches
@@ -40,7 +42,7 @@ from patcher.ab.served_records import (
     header_of,
 )
 from patcher.ab.served_verdict import judge_served
-from patcher.ab.server import WarmUp, announce_plugin, installation, warm_up
+from patcher.ab.server import EngineServer, WarmUp, announce_plugin, installation, warm_up
 from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.served import (
@@ -184,6 +186,71 @@ def test_both_sides_compile_at_once_where_both_fit(
     assert [one.removeprefix("starting the server, ") for one in alone[3:]] == [
         f"{arm}{note}" for arm in served.ARMS for note in (", which only compiles", "")
     ]
+
+
+def test_sides_with_one_port_start_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's servers share a port, so that one would answer for the other."""
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said: list[str] = []
+    job = replace(JOB, process_pairs=1, points=POINTS[:1], port=port)
+    # given a share of the memory, as both are where they start at once, they end
+    sides = SLOW.beside({"takes_all": True}), FAST.beside({"takes_all": True})
+    compare_served(job, sides, tmp_path, lambda phase, each, *at: said.append(each))
+    assert not [one for one in said if one.startswith("both sides")]
+    assert len([one for one in said if one.startswith("starting the server")]) == 4
+
+
+def test_an_error_of_one_side_that_nobody_expects_is_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+
+    def compile_(_: Any, arm: Arm, *more: Any) -> None:
+        raise PatcherError("it ended") if arm == "baseline" else ZeroDivisionError
+
+    monkeypatch.setattr(served.Taking, "compile", compile_)
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    with pytest.raises(ZeroDivisionError):
+        compare_served(job, (SLOW, FAST), tmp_path, silent)
+
+
+def test_ctrl_c_ends_servers_that_start_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)
+    monkeypatch.setattr(server, "START_S", 60)
+    ends: list[str] = []
+
+    def failed(_: Any, how: str) -> PatcherError:
+        ends.append(how)
+        return PatcherError(how)
+
+    monkeypatch.setattr(EngineServer, "failed", failed)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*.here")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    # it waits for another one, which never comes
+    sides = SLOW.beside({"meet": str(tmp_path)}), FAST
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compare_served(replace(JOB, process_pairs=1), sides, tmp_path / "kept", silent)
+    thread.join()
+    assert any(how.startswith("ended") for how in ends), ends
+    [waiting] = tmp_path.glob("*.here")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(waiting.stem), 0)
 
 
 def test_several_gpus_share_the_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
