@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -212,6 +213,47 @@ def test_an_attention_that_cannot_be_tried_alone_is_told() -> None:
     assert said.startswith("it cannot be tried alone: ")
     assert turn_of(attention_of(model), []) == "its model has no angles for it"
     assert isinstance(turn_of(attention_of(built("llama").to("meta")), []), str)
+
+
+def raising(error: Exception) -> Any:
+    def forward(*args: Any, **more: Any) -> Any:
+        raise error
+
+    return forward
+
+
+@pytest.mark.parametrize("error", [AssertionError("no"), KeyError("full_attention"), TypeError()])
+def test_angles_that_cannot_be_computed_alone_are_told(error: Exception) -> None:
+    model = built("llama")
+    [rotary] = rotaries_of(model)
+    rotary.forward = raising(error)
+    said = turn_of(attention_of(model), [rotary])
+    assert isinstance(said, str)
+    assert said.startswith("its angles cannot be computed alone: ")
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def hooked(model: Any) -> Any:
+    return accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+
+
+@pytest.mark.parametrize("wrapped", [compiled, hooked])
+def test_a_model_whose_own_forward_is_covered_is_patched_and_reverted(wrapped: Any) -> None:
+    model = wrapped(built("llama"))
+    book, error = run_in(model, Rotations(model))
+    assert (book.calls.total(), book.reasons.total()) == (2, 0)
+    assert error < 1e-5
+
+
+def test_a_model_in_training_is_tried_without_dropout_and_draws_nothing() -> None:
+    model = built("llama", attention_dropout=0.5).train()
+    before = torch.get_rng_state()
+    assert Rotations(model).find() == "2 instances in LlamaForCausalLM"
+    assert torch.get_rng_state().equal(before)
+    assert all(each.training for each in model.modules())
 
 
 def test_shapes_alone_tell_of_a_model_without_weights() -> None:
