@@ -190,6 +190,8 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     """
     import torch
 
+    from patcher.integrate.transformers.parts import UNTRIED
+
     if LAYERS[point] is not None:
         from patcher.integrate.transformers.points import POINTS
 
@@ -201,6 +203,8 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
         from patcher.integrate.transformers.role_places import taken
 
         model, found = taken(point, config)
+        if not found:  # a built model alone tells
+            return None
     else:
         names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
         model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
@@ -215,7 +219,7 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     try:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
-    except RuntimeError:  # it asks for the value of a tensor
+    except (RuntimeError, *UNTRIED):  # it asks for the value of a tensor, or for another cache
         return None
     finally:
         for hook in hooks:

@@ -164,7 +164,7 @@ def _inputs(attention: Any, rotaries: Iterable[Any]) -> dict[str, Any] | str:
         angles = own[0](hidden, positions, *more)
     except (RuntimeError, *UNTRIED) as error:
         return f"its angles cannot be computed alone: {sentence_of(error)}"
-    given = {"position_embeddings": angles, "attention_mask": None}
+    given = {"position_embeddings": angles, "position_ids": positions, "attention_mask": None}
     first = next(name for name in names if name != "self")
     return {first: hidden, **{key: value for key, value in given.items() if key in names}}
 

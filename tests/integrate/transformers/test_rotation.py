@@ -15,7 +15,7 @@ from transformers_sample import inside, original_kernel
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey
-from patcher.integrate.transformers.places import of_model
+from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
 from patcher.integrate.transformers.rotation import Rotations, rotaries_of
 from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
@@ -26,6 +26,7 @@ ROTATED: dict[str, int] = {
     **dict.fromkeys((*WHOLE, "gemma2", "qwen3_moe", "falcon_h1", "olmo", "starcoder2"), 2),
     **dict.fromkeys(("glm4_moe", "gpt_neox", "phi", "persimmon", "nemotron"), 2),  # a part
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), 2),  # pairs are put apart
+    "ministral3": 2,  # which also needs positions
     **dict.fromkeys(("phi3", "modernbert-decoder"), 2),  # slices of one projection
     **dict.fromkeys(("lfm2", "qwen3_next"), 1),
 }
@@ -73,6 +74,16 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     said = of_model("rotation", lambda: full_config(str(tmp_path)))
     assert said.startswith(f"{kind} has ")
+
+
+@pytest.mark.parametrize("kind", ["jamba", "mvp", "xmod", "bamba"])
+@pytest.mark.parametrize("point", ["linear", "rotation"])
+def test_a_model_whose_code_does_not_run_without_weights_promises_no_number(
+    kind: str, point: str, tmp_path: Any
+) -> None:
+    config = built(kind).config
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    assert calls_in_step(point, full_config(str(tmp_path))) is None
 
 
 def attention_of(model: Any) -> Any:

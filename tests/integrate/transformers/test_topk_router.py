@@ -248,3 +248,10 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
         else:
             with pytest.raises(VerificationError, match=f"no router of {kind} in transformers"):
                 of_model("router", lambda: full_config(str(tmp_path)))
+
+
+def test_a_config_whose_settings_do_not_fit_together_has_no_router(tmp_path: Any) -> None:
+    config = built("axk1").config  # four experts in eight groups
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    with pytest.raises(VerificationError, match="no router of axk1 in transformers"):
+        of_model("router", lambda: full_config(str(tmp_path)))
