@@ -119,7 +119,7 @@ class ProbedPoint(ForwardsPoint):
         ]
 
 
-def _without_autocast(model: torch.nn.Module) -> ExitStack:
+def _without_autocast(model: Any) -> ExitStack:
     """Parts are tried in the dtypes of their weights, where a patch is put in under autocast, too:
     calls under autocast run the model's own code."""
     kinds = {held.device.type for held in model.parameters()}
