@@ -13,6 +13,15 @@ import torch
 
 from patcher.bench import VerificationError
 
+UNTRIED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What a module may raise that is called in another way than its model calls it."""
+
+
+def sentence_of(error: Exception) -> str:
+    """The first sentence of an error, or its class where it says nothing."""
+    lines = str(error).splitlines() or [""]
+    return lines[0].partition(". ")[0].removesuffix(".") or type(error).__name__
+
 
 def body_of(model: Any) -> Any:
     """The part of a model that holds `layers` and `norm`.
@@ -53,13 +62,22 @@ def without_patches(kind: type[Any]) -> type[Any]:
 
 def bare(module: Any) -> Any:
     """A module to try: a copy of it and of its parts without patches and hooks, whose calls nobody
-    counts or sees. Weights and settings are the same objects."""
+    counts or sees. Weights and settings are the same objects. It is in evaluation: dropout would
+    give each try another result, and take random numbers that the model's own user drew before."""
     copied = copy.copy(module)
+    copied.training = False
     copied._modules = {
         name: None if part is None else bare(part) for name, part in module._modules.items()
     }
     copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
     return copied
+
+
+def some_numbers(*shape: int) -> torch.Tensor:
+    """What to try a part on: the same normal numbers each time, whatever dtype and device tensors
+    are made in by default. Nobody else's random numbers are taken."""
+    always = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=always, device="cpu", dtype=torch.float32)
 
 
 def refuse_replaced(module: Any) -> None:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from patcher.bench import VerificationError
-from patcher.bench.engines.architecture import stated_sizes, text_part
+from patcher.bench.engines.architecture import quantization, stated_sizes, text_part
 from patcher.integrate.source_parts import chosen_classes, class_digests
 from patcher.integrate.source_tree import SourceTree
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
@@ -47,6 +47,8 @@ ROLES: Mapping[str, str] = {
     "rotation": "no attention of {} in transformers turns the halves of a head",
 }
 """What is said of a model without layers of a point, by those that a built model is asked for."""
+EXPERTS_ALONE = ("mxfp4",)
+"""Formats of weights for which transformers puts in other experts, and leaves linear layers."""
 
 
 class TransformersTree(SourceTree):
@@ -97,16 +99,25 @@ def _norms_of(point: str, config: Mapping[str, Any]) -> str:
 def _role_of(point: str, config: Mapping[str, Any]) -> str:
     kind, said = str(config.get("model_type")), [False, *_said(point, config)]
     if True in said:
-        return f"{kind} has layers of {point}"
+        return f"{kind} has layers of {point}{_but_quantised(point, config)}"
     if None in said:  # settings decide
         from patcher.integrate.transformers.role_places import taken
 
         _, found = taken(point, config)
         if names := dict.fromkeys(type(each).__name__ for each in found):
-            return f"{kind} has {', '.join(names)}"
+            return f"{kind} has {', '.join(names)}{_but_quantised(point, config)}"
     raise VerificationError(
         ROLES[point].format(kind), "its layers are of another kind; name another op"
     )
+
+
+def _but_quantised(point: str, config: Mapping[str, Any]) -> str:
+    """What is said beside a model whose loader puts other modules in the place of linear layers:
+    which ones is known of the loaded model alone."""
+    method = quantization(config).get("quant_method", "unknown") if quantization(config) else None
+    if point != "linear" or method is None or method in EXPERTS_ALONE:
+        return ""
+    return f", without those that are loaded quantised ({method})"
 
 
 def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
@@ -171,22 +182,29 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
         config: the model's config.json; `of_model` has found that it has layers of the point.
 
     Returns:
-        The number of calls; None where the model's code does not run without weights.
+        The number of calls; None where the model's code does not run without weights, or if its
+        loader puts other modules in the place of some layers.
 
     Raises:
         UsageError: transformers cannot build the model.
     """
     import torch
 
+    from patcher.integrate.transformers.parts import UNTRIED
+
     if LAYERS[point] is not None:
         from patcher.integrate.transformers.points import POINTS
 
         kind: Any = POINTS[point]
         return stated_sizes(config).layers * int(kind.calls_per_layer)
+    if _but_quantised(point, config):
+        return None
     if point in ROLES:
         from patcher.integrate.transformers.role_places import taken
 
         model, found = taken(point, config)
+        if not found:  # a built model alone tells
+            return None
     else:
         names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
         model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
@@ -201,7 +219,7 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     try:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
-    except RuntimeError:  # it asks for the value of a tensor
+    except (RuntimeError, *UNTRIED):  # it asks for the value of a tensor, or for another cache
         return None
     finally:
         for hook in hooks:

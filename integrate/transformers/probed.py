@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import dispatches_itself
 from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
-from patcher.integrate.transformers.parts import kind_of, refuse_replaced
+from patcher.integrate.transformers.parts import kind_of, refuse_replaced, sentence_of
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
 ELSE = "it computes something else"
@@ -55,12 +56,14 @@ class ProbedPoint(ForwardsPoint):
                 f"{self.role}s are found in a built model alone",
                 'call integrate.activate("transformers", model) once the model is built',
             )
-        return super().find()
+        with _without_autocast(self.target):
+            return super().find()
 
     def install(self, kernel: Dispatcher) -> None:
         if self.target is None:
             self.find()
-        super().install(kernel)
+        with _without_autocast(self.target):
+            super().install(kernel)
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
@@ -100,7 +103,7 @@ class ProbedPoint(ForwardsPoint):
             return self.computes(part)
         except RuntimeError as error:  # its parts do not fit together outside the whole model
             raise VerificationError(
-                f"{kind_of(part).__name__} cannot be tried alone: {str(error).partition('.')[0]}",
+                f"{kind_of(part).__name__} cannot be tried alone: {sentence_of(error)}",
                 "patch the model before it is sharded or converted",
             ) from error
 
@@ -114,6 +117,16 @@ class ProbedPoint(ForwardsPoint):
             ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
             for part in parts
         ]
+
+
+def _without_autocast(model: Any) -> ExitStack:
+    """Parts are tried in the dtypes of their weights, where a patch is put in under autocast, too:
+    calls under autocast run the model's own code."""
+    kinds = {held.device.type for held in model.parameters()}
+    stack = ExitStack()
+    for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _told(refused: Counter[str]) -> str:

@@ -17,6 +17,8 @@ from patcher.integrate.source_parts import definitions
 _ROTATION = ["q", "k", "cos", "sin"]
 _OF_ROUTER = {"weight", "bias", "top_k", "hidden_dim"}
 """Fields of a router that say nothing of how it chooses."""
+_GIVEN = {"position_embeddings", "position_ids", "attention_mask"}
+"""What an attention that is tried alone is given beside its states."""
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match, ast.BoolOp)
 
 
@@ -51,14 +53,24 @@ def _rotates(file: Path) -> bool | None:
     if not here:
         return None if "import apply_rotary" in file.read_text(encoding="utf-8") else False
     calls = [
-        each
+        (function, may or not _is_called_alone(node))
         for name, node, _ in definitions(file)
         if name.endswith(".forward")
-        for each in _calls(node, here, False)
+        for function, may in _calls(node, here, False)
     ]
     if not calls:
         return False
     return True if all(not may and here[name] in _tried() for name, may in calls) else None
+
+
+def _is_called_alone(forward: ast.FunctionDef) -> bool:
+    """Whether an attention needs no more than what it is tried with alone."""
+    taken = forward.args
+    first = [each.arg for each in (*taken.posonlyargs, *taken.args)][2:]
+    needed = {*first[: len(first) - len(taken.defaults)]} if first else set()
+    only = zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
+    needed |= {each.arg for each, default in only if default is None}
+    return "position_embeddings" in first and needed <= _GIVEN
 
 
 def _routes(file: Path) -> bool | None:

@@ -95,6 +95,8 @@ class Rotations(ProbedPoint):
 
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
         swaps = super()._swaps_for(kernel)
+        if "forward" in self.target.__dict__:  # torch.compile's or accelerate's, which hides ours
+            return swaps
         model = ModuleSwap(self.target, lambda original: partial(self._run, original), self, _seen)
         return [*swaps, model]
 

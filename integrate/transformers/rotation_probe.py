@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from patcher.integrate.transformers.copied_forward import with_function
-from patcher.integrate.transformers.parts import bare, kind_of
+from patcher.integrate.transformers.parts import (
+    UNTRIED,
+    bare,
+    kind_of,
+    sentence_of,
+    some_numbers,
+)
 
 POSITIONS = (1, 5, 30)
 """Of the tokens of a probe."""
@@ -126,8 +132,8 @@ def turn_of(attention: Any, rotaries: Iterable[Any]) -> HeadRotation | str:
         if isinstance(found := seen[0], str) or next(attention.parameters()).is_meta:
             return found
         got = with_function(kind.forward, found.name, lambda _: in_place)(tried, **given)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        return f"it cannot be tried alone: {str(error).splitlines()[0].partition('. ')[0]}"
+    except (RuntimeError, *UNTRIED) as error:
+        return f"it cannot be tried alone: {sentence_of(error)}"
     return found if _close(_first(got), _first(expected)) else "it reads what it rotates again"
 
 
@@ -151,15 +157,14 @@ def _inputs(attention: Any, rotaries: Iterable[Any]) -> dict[str, Any] | str:
     own = [each for each in rotaries if getattr(each, "config", None) is config]
     if not own:
         return "its model has no angles for it"
-    hidden = torch.randn(1, len(POSITIONS), size, generator=torch.Generator().manual_seed(0))
-    hidden = hidden.to(weight.device, weight.dtype)
+    hidden = some_numbers(1, len(POSITIONS), size).to(weight.device, weight.dtype)
     positions = torch.tensor([POSITIONS], device=weight.device)
     more = [_layer_type(attention)] if "layer_type" in _parameters(own[0]) else []
     try:
         angles = own[0](hidden, positions, *more)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        return f"its angles cannot be computed alone: {str(error).splitlines()[0]}"
-    given = {"position_embeddings": angles, "attention_mask": None}
+    except (RuntimeError, *UNTRIED) as error:
+        return f"its angles cannot be computed alone: {sentence_of(error)}"
+    given = {"position_embeddings": angles, "position_ids": positions, "attention_mask": None}
     first = next(name for name in names if name != "self")
     return {first: hidden, **{key: value for key, value in given.items() if key in names}}
 
@@ -182,7 +187,7 @@ def _turn(
     if axis not in (None, 1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
         return "query, key or cosines of other axes"
     if q.is_meta:  # a model without weights
-        q, k = (torch.randn(each.shape, dtype=each.dtype) for each in (q, k))
+        q, k = (some_numbers(at, *x.shape)[at - 1].to(x.dtype) for at, x in ((1, q), (2, k)))
         cos, sin = _some_angles(cos)
     turned, most = original(q, k, cos, sin, *rest), min(q.shape[-1], k.shape[-1])
     sizes, axes = (cos.shape[-1], 2 * cos.shape[-1]), (1, 2) if axis is None else (axis,)
@@ -201,7 +206,8 @@ def _turn(
 def _some_angles(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of a size as transformers makes them, which has no values: halves twice."""
     size = like.shape[-1]
-    half = torch.tensor(POSITIONS).view(1, -1, 1) / (1 + torch.arange((size + 1) // 2))
+    positions, order = torch.tensor(POSITIONS, device="cpu"), torch.arange(size, device="cpu")
+    half = positions.view(1, -1, 1) / (1 + order[: (size + 1) // 2])
     angles = torch.cat((half, half), -1)[..., :size]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 

@@ -19,7 +19,12 @@ from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.linear import why_not_now
 from patcher.integrate.transformers.operators import further_operators
-from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.parts import (
+    UNTRIED,
+    kind_of,
+    sentence_of,
+    some_numbers,
+)
 from patcher.integrate.transformers.probed import ProbedPoint
 from patcher.integrate.transformers.swap import Forward
 
@@ -42,6 +47,8 @@ class Recipe:
     scores: torch.dtype
     flattens: bool
     """Whether an input of three axes is taken as rows."""
+    given: torch.dtype
+    """Of input and weight when it was tried: with others, logits and scores have others, too."""
     settings: Mapping[str, object]
     """The module's own fields when it was tried."""
 
@@ -98,6 +105,8 @@ def _forward(router: Any, recipe: Recipe, seam: ForwardPatch, original: Forward)
             refusal = "its settings were changed"
         if refusal is None and not (recipe.flattens or hidden_states.dim() == 2):
             refusal = "its input is no rows"
+        if refusal is None and {hidden_states.dtype, router.weight.dtype} != {recipe.given}:
+            refusal = "input or weight in another dtype"
         if refusal is not None:
             seam.refuse(refusal)
             return original(hidden_states)
@@ -153,11 +162,13 @@ def recipe_of(router: Any) -> Recipe | str:
         return "its weight is not in memory"
     if not weight.is_floating_point():
         return "its weight is quantised"
-    rows = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    rows = rows.to(weight.device)
+    rows = some_numbers(_ROWS, weight.shape[1]).to(weight.device)
     spread = float((rows @ weight.float().T).std())
     rows = (rows * (_SPREAD / spread if spread else 1.0)).to(weight.dtype)
-    got, others = further_operators(forward, router, rows, known=_OPERATORS)
+    try:
+        got, others = further_operators(forward, router, rows, known=_OPERATORS)
+    except UNTRIED as error:  # some take three axes alone
+        return f"it cannot be tried alone: {sentence_of(error)}"
     if others:
         return f"it also computes {others[0]}"
     shapes = [(_ROWS, len(weight)), (_ROWS, router.top_k), (_ROWS, router.top_k)]
@@ -169,7 +180,8 @@ def recipe_of(router: Any) -> Recipe | str:
         return "its logits are no matmul with its weight"
     if not _are_softmax(logits.float(), scores, experts):
         return "its scores are not the softmax over the chosen logits"
-    return Recipe(wide, logits.dtype, scores.dtype, _flattens(router, rows), _settings(router))
+    flattens, settings = _flattens(router, rows), _settings(router)
+    return Recipe(wide, logits.dtype, scores.dtype, flattens, weight.dtype, settings)
 
 
 def _gives(router: Any, rows: torch.Tensor, wide: bool, logits: torch.Tensor) -> bool:
@@ -193,6 +205,6 @@ def _are_softmax(logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tens
 def _flattens(router: Any, rows: torch.Tensor) -> bool:
     try:
         logits, *_ = kind_of(router).forward(router, rows.unsqueeze(0))
-    except (IndexError, RuntimeError, ValueError):  # it takes rows alone
+    except (RuntimeError, *UNTRIED):  # it takes rows alone
         return False
     return bool(logits.dim() == 2)

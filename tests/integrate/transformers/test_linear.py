@@ -16,7 +16,7 @@ from transformers_sample import inside, original_kernel
 from patcher.bench import VerificationError
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers.linear import Linears
-from patcher.integrate.transformers.places import of_model
+from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
 
 LINEARS = {"llama": 15, "qwen2": 15, "qwen3": 15, "mixtral": 9, "gemma3_text": 15, "phi3": 9}
@@ -204,3 +204,17 @@ def test_compiled_code_runs_the_kernel() -> None:
 def test_a_config_tells_of_the_role() -> None:
     assert POINTS["linear"] is Linears
     assert of_model("linear", lambda: {"model_type": "llama"}) == "llama has layers of linear"
+
+
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "fp8", "mxfp4", None])
+def test_layers_that_are_loaded_quantised_are_not_promised(method: str | None) -> None:
+    config = {"model_type": "llama", **built("llama").config.to_dict()}
+    if method is not None:
+        config["quantization_config"] = {"quant_method": method}
+    said, calls = of_model("linear", lambda: config), calls_in_step("linear", config)
+    if method in ("mxfp4", None):
+        assert (said, calls) == ("llama has layers of linear", 15)
+    else:
+        assert said.endswith(f"linear, without those that are loaded quantised ({method})")
+        assert calls is None
+    assert calls_in_step("rotation", config) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from role_trials import KEPT, files, tried
@@ -35,6 +36,26 @@ def test_a_file_says_what_no_setting_decides(
         assert {kind: says(point, FILES[kind]) for kind in kinds.split()} == dict.fromkeys(
             kinds.split(), said
         )
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        ("x, position_embeddings, attention_mask=None", True),
+        ("x, position_embeddings, attention_mask, position_ids, cache=None, *, y=0, **z", True),
+        ("x, position_ids", None),
+        ("x, position_embeddings, lengths", None),
+        ("x, position_embeddings, *, lengths", None),
+    ],
+)
+def test_what_an_attention_also_needs_is_known_of_a_built_model_alone(
+    taken: str, said: bool | None, tmp_path: Path
+) -> None:
+    own = FILES["llama"].read_text(encoding="utf-8")
+    head = own[own.index("def rotate_half") : own.index("def repeat_kv")]
+    forward = f"    def forward(self, {taken}):\n        apply_rotary_pos_emb(x, x, 1, 1)\n"
+    (file := tmp_path / "modeling_own.py").write_text(f"{head}\nclass Own:\n{forward}")
+    assert says("rotation", file) is said
 
 
 def test_files_are_read_without_an_import_of_what_takes_seconds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers_sample import inside, original_kernel
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey
-from patcher.integrate.transformers.places import of_model
+from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
 from patcher.integrate.transformers.rotation import Rotations, rotaries_of
 from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
@@ -25,6 +26,7 @@ ROTATED: dict[str, int] = {
     **dict.fromkeys((*WHOLE, "gemma2", "qwen3_moe", "falcon_h1", "olmo", "starcoder2"), 2),
     **dict.fromkeys(("glm4_moe", "gpt_neox", "phi", "persimmon", "nemotron"), 2),  # a part
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), 2),  # pairs are put apart
+    "ministral3": 2,  # which also needs positions
     **dict.fromkeys(("phi3", "modernbert-decoder"), 2),  # slices of one projection
     **dict.fromkeys(("lfm2", "qwen3_next"), 1),
 }
@@ -72,6 +74,16 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     said = of_model("rotation", lambda: full_config(str(tmp_path)))
     assert said.startswith(f"{kind} has ")
+
+
+@pytest.mark.parametrize("kind", ["jamba", "mvp", "xmod", "bamba"])
+@pytest.mark.parametrize("point", ["linear", "rotation"])
+def test_a_model_whose_code_does_not_run_without_weights_promises_no_number(
+    kind: str, point: str, tmp_path: Any
+) -> None:
+    config = built(kind).config
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    assert calls_in_step(point, full_config(str(tmp_path))) is None
 
 
 def attention_of(model: Any) -> Any:
@@ -212,6 +224,47 @@ def test_an_attention_that_cannot_be_tried_alone_is_told() -> None:
     assert said.startswith("it cannot be tried alone: ")
     assert turn_of(attention_of(model), []) == "its model has no angles for it"
     assert isinstance(turn_of(attention_of(built("llama").to("meta")), []), str)
+
+
+def raising(error: Exception) -> Any:
+    def forward(*args: Any, **more: Any) -> Any:
+        raise error
+
+    return forward
+
+
+@pytest.mark.parametrize("error", [AssertionError("no"), KeyError("full_attention"), TypeError()])
+def test_angles_that_cannot_be_computed_alone_are_told(error: Exception) -> None:
+    model = built("llama")
+    [rotary] = rotaries_of(model)
+    rotary.forward = raising(error)
+    said = turn_of(attention_of(model), [rotary])
+    assert isinstance(said, str)
+    assert said.startswith("its angles cannot be computed alone: ")
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def hooked(model: Any) -> Any:
+    return accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+
+
+@pytest.mark.parametrize("wrapped", [compiled, hooked])
+def test_a_model_whose_own_forward_is_covered_is_patched_and_reverted(wrapped: Any) -> None:
+    model = wrapped(built("llama"))
+    book, error = run_in(model, Rotations(model))
+    assert (book.calls.total(), book.reasons.total()) == (2, 0)
+    assert error < 1e-5
+
+
+def test_a_model_in_training_is_tried_without_dropout_and_draws_nothing() -> None:
+    model = built("llama", attention_dropout=0.5).train()
+    before = torch.get_rng_state()
+    assert Rotations(model).find() == "2 instances in LlamaForCausalLM"
+    assert torch.get_rng_state().equal(before)
+    assert all(each.training for each in model.modules())
 
 
 def test_shapes_alone_tell_of_a_model_without_weights() -> None:

@@ -157,6 +157,40 @@ def test_settings_that_change_later_run_the_models_own() -> None:
     assert torch.allclose(during, model(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "qwen3_moe", "gpt_oss"])
+@torch.inference_mode()
+def test_a_model_that_gets_another_dtype_later_gives_what_it_gives_alone(kind: str) -> None:
+    model, rows = built(kind, **ROUTED[kind]), torch.randn(5, 64).bfloat16()
+    router = next(each for each in model.modules() if Routers(model).of_role(each))
+    with inside(Routers(model), original_kernel("router")) as book:
+        during = router.bfloat16()(rows)
+    for one, other in zip(during, router(rows), strict=True):
+        assert one.dtype == other.dtype
+        assert one.equal(other)
+    assert dict(book.reasons) == {"input or weight in another dtype": 1}
+
+
+def of_three_axes(self: Any, hidden_states: torch.Tensor) -> Any:
+    _, _, size = hidden_states.shape
+    return torch.nn.functional.linear(hidden_states.view(-1, size), self.weight).topk(2)
+
+
+def of_a_pair(self: Any, hidden_states: Any) -> Any:
+    assert isinstance(hidden_states, tuple)
+
+
+@pytest.mark.parametrize("forward", [of_three_axes, of_a_pair])
+def test_a_router_that_is_called_otherwise_is_told_and_the_others_are_taken(forward: Any) -> None:
+    model = built("mixtral")
+    router = model.model.layers[1].mlp.gate
+    router.__class__ = type("Mine", (type(router),), {"forward": forward})
+    with inside(Routers(model), original_kernel("router")) as book:
+        assert book.layers is not None
+        assert book.layers.taken == 1
+        [said] = book.layers.refused
+    assert said.startswith("it cannot be tried alone: ")
+
+
 def test_gradients_and_autocast_run_the_models_own() -> None:
     model = built("mixtral")
     router, rows = model.model.layers[0].mlp.gate, torch.randn(2, 64)
@@ -214,3 +248,10 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
         else:
             with pytest.raises(VerificationError, match=f"no router of {kind} in transformers"):
                 of_model("router", lambda: full_config(str(tmp_path)))
+
+
+def test_a_config_whose_settings_do_not_fit_together_has_no_router(tmp_path: Any) -> None:
+    config = built("axk1").config  # four experts in eight groups
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    with pytest.raises(VerificationError, match="no router of axk1 in transformers"):
+        of_model("router", lambda: full_config(str(tmp_path)))
