@@ -100,8 +100,15 @@ class GroupedTopKRouter(VllmPoint):
         logits = 3 * torch.sin(rows * (torch.arange(experts, device=device) + 1) * 1.7)
         weights, ids = routing(router, logits, logits, None)
         scaling = float(router.routed_scaling_factor)
-        given = {"logits": logits, "experts": ids, "scaling": scaling}
-        found = load_op(self.op).reference(**given, **_constants(router, device))
+        none, settings = _constants(router, device)
+        bias = router.e_score_correction_bias
+        found = load_op(self.op).reference(
+            logits=logits,
+            bias=none if bias is None else bias,
+            settings=settings,
+            experts=ids,
+            scaling=scaling,
+        )
         ids, order = ids.long().sort(1)
         right, theirs = found["experts"].long().sort(1)
         return torch.equal(ids, right) and torch.allclose(
@@ -140,21 +147,18 @@ def _unfit(router: Any, experts: int) -> str | None:
     return None
 
 
-def _constants(router: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """The bias, and the tensor whose sizes say how the op routes."""
+def _constants(router: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bias of a router without one, and the tensor whose sizes say how the op routes."""
     sizes = router.scoring_func == "sigmoid", bool(router.renormalize), *_groups(router)
-    bias, wide = router.e_score_correction_bias, torch.float32
-    return {
-        "bias": torch.empty(0, dtype=wide, device=device) if bias is None else bias,
-        "settings": torch.zeros(*map(int, sizes), dtype=torch.int32, device=device),
-    }
+    settings = torch.zeros(*map(int, sizes), dtype=torch.int32, device=device)
+    return torch.empty(0, dtype=torch.float32, device=device), settings
 
 
 def _replacement(
     place: AttributePatch, kernel: Dispatcher, left: WeakSet[Any], mask_of: Any, skips: bool
 ) -> Any:
     original, kind = place.original, place.owner
-    known: WeakKeyDictionary[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
+    known: WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def routed(router: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if reason := _unfit(router, logits.shape[-1]):
@@ -162,9 +166,9 @@ def _replacement(
             return None
         if (constants := known.get(router)) is None:
             constants = known[router] = _constants(router, logits.device)
-        bias, settings = constants.values()
-        if router.e_score_correction_bias is not None:  # another may have been loaded
-            bias = router.e_score_correction_bias
+        none, settings = constants
+        own = router.e_score_correction_bias  # another may have been loaded
+        bias = none if own is None else own
         shape, device = (len(logits), router.top_k), logits.device
         weights = torch.empty(shape, dtype=torch.float32, device=device)
         ids = torch.empty(shape, dtype=torch.int32, device=device)

@@ -149,6 +149,21 @@ def test_tokens_go_where_the_engine_sends_them(
     assert same(route(router), expected)
 
 
+@pytest.mark.parametrize("later", [-BIAS, None])
+def test_a_bias_that_is_loaded_or_taken_away_later_counts(
+    later: torch.Tensor | None, engines: list[int]
+) -> None:
+    router, kernel = grouped(), kernel_of()
+    expected = route(grouped(later))
+    assert not same(expected, route(router)), "else nothing is told"
+    with patched(POINT, kernel):
+        route(router)
+        router.e_score_correction_bias = later
+        engines.clear()
+        assert same(route(router), expected)
+        assert not engines
+
+
 @feature("`enforce_eager`, mode NONE", "right", POINT)
 def test_calls_beyond_the_guards_are_the_engines(engines: list[int]) -> None:
     calls = {
