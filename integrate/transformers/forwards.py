@@ -27,6 +27,13 @@ NewForward = tuple[torch.nn.Module, Callable[[Forward], Forward]]
 """A module, and the function that makes its new forward from its own one."""
 
 
+def why_not_now(x: torch.Tensor) -> str | None:
+    """Why no call with this input may be of a kernel; None if one may."""
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    return "autocast is on" if torch.is_autocast_enabled(x.device.type) else None
+
+
 class ForwardPatch:
     """One place from which a kernel is called: eagerly, or as an operator in compiled code."""
 

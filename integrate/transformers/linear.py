@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import ForwardPatch
+from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.probed import ELSE, ProbedPoint
 from patcher.integrate.transformers.swap import Forward
@@ -114,13 +114,6 @@ def _forward(linear: Any, seam: ForwardPatch, original: Forward) -> Forward:
         return original(x)
 
     return forward
-
-
-def why_not_now(x: torch.Tensor) -> str | None:
-    """Why no call with this input may be of a kernel; None if one may."""
-    if torch.is_grad_enabled():
-        return "gradients are on"
-    return "autocast is on" if torch.is_autocast_enabled(x.device.type) else None
 
 
 def _empty(kept: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,7 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.copied_forward import with_function
-from patcher.integrate.transformers.forwards import ForwardPatch
-from patcher.integrate.transformers.linear import why_not_now
+from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.probed import ProbedPoint

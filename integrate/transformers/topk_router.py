@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import ForwardPatch
-from patcher.integrate.transformers.linear import why_not_now
+from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.operators import further_operators
 from patcher.integrate.transformers.parts import (
     UNTRIED,
