@@ -11,11 +11,14 @@ from patcher.ab.verdict import read_result
 from patcher.bench import Evaluation, content
 from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import PairKind
+from patcher.hotspot.step_bytes import step_bytes
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "bench/results/h200-vllm-0.33"
 KEPT = read_result(FOLDER / "blocks.json.xz")
 THROUGHPUT = KEPT.measured[0].throughput
+COPY_BYTES_PER_S = 4305e9
+"""What a copy reaches on an H200: `bench/results/ceilings`."""
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
     for name in ("bench/results/h200-vllm-0.33/README.md", "docs/results.md", "README.md")
@@ -49,6 +52,31 @@ def test_it_is_decided_again() -> None:
     again = decide(KEPT.measured[0], judged, KEPT.reconciliation)
     assert again == KEPT.decisions[0]
     assert again.verdict == "accept"
+
+
+def test_the_floor_is_what_the_ledger_counts() -> None:
+    elsewhere = KEPT.measured[0].other_workloads
+    assert elsewhere is not None
+    rates = {one.batch: one.comparison for one in elsewhere.points} | {8: THROUGHPUT.comparison}
+    work = THROUGHPUT.workload
+    told: dict[str, list[str]] = {"GB": [], "ms": [], "stock": [], "blocks": []}
+    for batch, found in sorted(rates.items()):
+        counted = step_bytes(work.model, batch, work.input_len + work.output_len // 2)
+        moved = sum(role.weights + role.kv for role in counted.roles.values())
+        floor_s = moved / COPY_BYTES_PER_S
+        told["GB"].append(f"{moved / 1e9:.2f}")
+        told["ms"].append(f"{1e3 * floor_s:.2f}")
+        told["stock"].append(f"{100 * floor_s * found.baseline_tokens_per_s / batch:.0f}")
+        told["blocks"].append(f"{100 * floor_s * found.patched_tokens_per_s / batch:.0f}")
+    said = {name: "{}, {} and {}".format(*each) for name, each in told.items()}
+    page = PAGES["bench/results/h200-vllm-0.33/README.md"]
+    assert f"{said['GB']} GB a step" in page
+    assert f"{said['ms']} ms, so {said['blocks']} % of light" in page
+    assert f"Stock: {said['stock']} %." in page
+    shares = [
+        f"{one} to {other} %" for one, other in zip(told["stock"], told["blocks"], strict=True)
+    ]
+    assert f"stock to blocks | {' | '.join(shares)} |" in PAGES["docs/results.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,6 +12,7 @@ import pytest
 from patcher.ab.served_records import ServedResult
 from patcher.ab.served_verdict import judge_served
 from patcher.bench import content
+from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.served import arm_orders
 
 RESULTS = Path(__file__).parents[3] / "bench/results"
@@ -39,6 +40,31 @@ def test_a_row_by_itself_gives_what_the_page_says() -> None:
     assert stated.verdict == "accept"
     assert told in PAGE
     assert f"{sum(one.took_s for one in kept.processes):.0f} s the four" in PAGE
+
+
+def test_two_versions_give_what_the_page_says() -> None:
+    kept = ServedResult.model_validate_json(content(FOLDERS["h200"] / "engines.json.xz"))
+    stated = kept.comparison
+    assert judge_served(kept.header, kept.processes, stated.margin_pct) == stated
+    assert (stated.verdict, stated.process_pairs) == ("inconclusive", 1)
+    assert [side.version for side in kept.header.sides] == ["0.25.1", "0.33.0"]
+    rates = {one.arm: [run.output_tokens_per_s for run in one.runs] for one in kept.processes}
+    for old, new, point in zip(rates["baseline"], rates["patched"], stated.points, strict=True):
+        assert f"| {old:,.1f} | {new:,.1f} | {point.gain_pct:+.1f} % |" in PAGE
+
+
+def test_no_option_that_was_tried_beats_stock() -> None:
+    rates: list[str] = []
+    for name in ("fp8", "async"):
+        kept = Tuning.model_validate_json(content(FOLDERS["h200"] / f"options-{name}.json.xz"))
+        assert kept.chosen == {}
+        stock, other = kept.trials
+        assert stock.arguments == {}
+        rates += [f"{trial.tokens_per_s:,.1f}" for trial in (stock, other)]
+    stock, in_fp8, again, without = rates
+    assert stock == again
+    assert f"stock {stock} output tokens/s; with a KV cache in fp8 {in_fp8}" in PAGE
+    assert f"without async scheduling {without}." in PAGE
 
 
 @pytest.mark.parametrize("card", FOLDERS)
