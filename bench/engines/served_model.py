@@ -27,7 +27,10 @@ def served_model(workload: Workload) -> str:
             folder cannot be written.
     """
     if workload.weights != "random":
-        return weights_id(workload)
+        found = weights_id(workload)
+        folder = Path(found).expanduser()
+        # engines and clients start in folders of their own
+        return str(folder.absolute()) if folder.is_dir() else found
     config = full_config(workload.model) | {"torch_dtype": workload.dtype}
     return str(_model_folder(json.dumps(config, sort_keys=True)))
 

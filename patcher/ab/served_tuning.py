@@ -86,6 +86,8 @@ def tune_served(
                 progress(ABPhase.TUNE, f"try {name}", len(trials), total)
                 trials.append(try_one(arguments))
                 tried_one(trials[-1])
+                if trials[0].tokens_per_s is None:
+                    break  # stock does not run, so nothing is to be compared with it
             return trials[begun:]
 
         best = search(try_all, options or [()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,6 +58,12 @@ class Installation(Record):
     """Whether the engine would load patcher in its processes."""
     missing: tuple[str, ...]
     """What the client needs and does not find."""
+
+
+def interpreter(given: str) -> str:
+    """The path of an interpreter that holds in other folders, too; links of environments stay."""
+    found = shutil.which(Path(given).expanduser())
+    return given if found is None else str(Path(found).absolute())
 
 
 def installation(client: ServingClient, python: str) -> Installation:

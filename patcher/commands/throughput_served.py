@@ -298,6 +298,7 @@ def side_of(text: str, base: SideSetup, stack: ExitStack) -> SideSetup:
     """
     from patcher.ab.options import argument
     from patcher.ab.served_records import SideSetup
+    from patcher.ab.server import interpreter
     from patcher.integrate import Patch, unpacked
 
     arguments, patches = dict(base.arguments), list[Patch]()
@@ -306,7 +307,7 @@ def side_of(text: str, base: SideSetup, stack: ExitStack) -> SideSetup:
         name, value = argument(word)
         match name:
             case "python":
-                python = str(value)
+                python = interpreter(str(value))
             case "store":
                 store = Path(str(value)).expanduser()
             case "patch":

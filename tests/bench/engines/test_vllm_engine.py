@@ -28,7 +28,7 @@ from patcher.ab.arm import ArmServer, delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
-from patcher.bench.engines.served_model import longest
+from patcher.bench.engines.served_model import longest, served_model
 from patcher.bench.engines.vllm import VllmEngine
 from patcher.bench.engines.vllm_weights import RANDOM_WEIGHTS, refuse_dummy
 from patcher.integrate import Receipt, worker_receipts
@@ -336,6 +336,17 @@ def test_every_process_has_the_model_at_one_path(
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_a_folder_of_weights_is_found_from_any_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = WORKLOAD.model_copy(update={"model": "mine", "weights": "local"})
+    assert served_model(given) == str(tmp_path / "mine")
+    asked = WORKLOAD.model_copy(update={"model": "some/hub-id"})
+    assert served_model(asked) == "some/hub-id"
 
 
 def test_there_is_room_for_other_traffic() -> None:

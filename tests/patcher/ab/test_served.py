@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -740,6 +741,24 @@ def test_the_command_line_measures_decides_and_writes(
         assert [side.name for side in result.header.sides] == list(sides)
         assert json.loads(found.stdout)["comparison"] == result.comparison.model_dump(mode="json")
         assert "<svg" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_a_side_names_its_interpreter_from_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "clients", lambda: {"double": CLIENT})
+    monkeypatch.setenv("PATCHER_RUNS_DIR", str(tmp_path / "runs"))
+    python = tmp_path / "an engine" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    sides = ("token_ms=4", '"python=an engine/bin/python" token_ms=2')
+    words = ["throughput", "compare-engines", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu"]
+    words += [*sides, "--trace", "fixed", "--concurrency", "1", "--processes", "1", "--json"]
+    found = CliRunner().invoke(app, words, standalone_mode=False)
+    assert found.exception is None, found.output
+    assert json.loads(found.stdout)["comparison"]["process_pairs"] == 1
 
 
 def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:

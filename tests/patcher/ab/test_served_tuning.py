@@ -64,6 +64,11 @@ def test_a_stock_that_does_not_run_and_what_is_missing_end_the_search(tmp_path: 
 
     with pytest.raises(PatcherError, match="stock does not run"):
         tuned(JOB, SideSetup("stock", {"no_such_option": 1}))
+    told: list[ConfigTrial] = []
+    broken, ways = SideSetup("stock", {"no_such_option": 1}), SWITCHES["pace"].ways
+    with pytest.raises(PatcherError, match="stock does not run"):
+        tune_served(JOB, broken, [ways], (), tmp_path, silent, told.append)
+    assert [one.arguments for one in told] == [{}]  # no other way is tried
     absent = CLIENT.model_copy(update={"package": "no-such-engine"})
     with pytest.raises(MissingError):
         tuned(replace(JOB, serving=absent), STOCK)
