@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from patcher.ab.served_records import ServedResult
+from patcher.ab.served_records import ServedProcess, ServedResult
+from patcher.ab.served_tuning import rated
 from patcher.ab.served_verdict import judge_served
 from patcher.bench import content
 from patcher.bench.ab.engine_config import Tuning
@@ -46,11 +47,21 @@ def test_two_versions_give_what_the_page_says() -> None:
     kept = ServedResult.model_validate_json(content(FOLDERS["h200"] / "engines.json.xz"))
     stated = kept.comparison
     assert judge_served(kept.header, kept.processes, stated.margin_pct) == stated
-    assert (stated.verdict, stated.process_pairs) == ("inconclusive", 1)
+    assert (stated.verdict, stated.process_pairs) == ("inconclusive", 2)
     assert [side.version for side in kept.header.sides] == ["0.25.1", "0.33.0"]
-    rates = {one.arm: [run.output_tokens_per_s for run in one.runs] for one in kept.processes}
-    for old, new, point in zip(rates["baseline"], rates["patched"], stated.points, strict=True):
-        assert f"| {old:,.1f} | {new:,.1f} | {point.gain_pct:+.1f} % |" in PAGE
+    assert [one.pair for one in kept.processes] == [0, 0, 1, 1]
+    assert f"{stated.gain_pct:.1f} % in the mean" in PAGE
+    assert f"[{stated.gain_low_pct:+.1f}, {stated.gain_high_pct:+.1f}]" in PAGE
+    rates = {
+        (one.pair, one.arm): [run.output_tokens_per_s for run in one.runs] for one in kept.processes
+    }
+    for index, point in enumerate(stated.points):
+        cells = [
+            f"{rates[pair, 'baseline'][index]:,.1f}, {rates[pair, 'patched'][index]:,.1f}"
+            for pair in (0, 1)
+        ]
+        gain = f"{point.gain_pct:+.1f} % [{point.gain_low_pct:+.1f}, {point.gain_high_pct:+.1f}]"
+        assert f"| {' | '.join(cells)} | {gain} |" in PAGE
 
 
 def test_no_option_that_was_tried_beats_stock() -> None:
@@ -61,10 +72,42 @@ def test_no_option_that_was_tried_beats_stock() -> None:
         stock, other = kept.trials
         assert stock.arguments == {}
         rates += [f"{trial.tokens_per_s:,.1f}" for trial in (stock, other)]
-    stock, in_fp8, again, without = rates
-    assert stock == again
-    assert f"stock {stock} output tokens/s; with a KV cache in fp8 {in_fp8}" in PAGE
+    plain, in_fp8, again, without = rates
+    assert plain == again
+    assert f"stock {plain} output tokens/s; with a KV cache in fp8 {in_fp8}" in PAGE
     assert f"without async scheduling {without}." in PAGE
+
+
+def test_speculation_with_real_weights_is_as_the_page_says() -> None:
+    kept = json.loads(content(FOLDERS["h200"] / "options-ngram.json.xz"))
+    stock, ngram = (
+        rated(one["arguments"], ServedProcess.model_validate(one["process"]))
+        for one in kept["servers"]
+    )
+    assert stock.arguments == {}
+    assert '"num_speculative_tokens": 2' in json.dumps(ngram.arguments)
+    assert stock.tokens_per_s is not None
+    assert ngram.tokens_per_s is not None
+    assert f"stock {stock.tokens_per_s:,.1f} output tokens/s, two tokens speculated" in PAGE
+    assert f"{ngram.tokens_per_s:,.1f} (its two rounds {ngram.spread_pct:.0f} % apart)" in PAGE
+    assert f"{ngram.tokens_per_s / stock.tokens_per_s:.2f} times" in PAGE
+
+
+def test_the_blocks_step_by_its_ledger_is_as_the_page_says() -> None:
+    kept = json.loads(content(FOLDERS["h200"] / "ledger-blocks.json.xz"))["ledger"]
+    roles = {one["role"]: one for one in kept["roles"]}
+    assert f"**{kept['launches']:.0f} launches a step**" in PAGE
+    kernels = sum(one["measured_ns"] for one in roles.values() if one["launches"])
+    assert f"Of {kernels / 1e3:,.0f} us of kernels" in PAGE
+    for role, said in (
+        ("experts", "the MoE block takes"),
+        ("matmuls", "projections and head"),
+        ("attention", "attention"),
+    ):
+        of = roles[role]
+        floor = f"{'floor ' if role == 'experts' else ''}{of['floor_ns'] / 1e3:,.0f}"
+        assert f"{said} {of['measured_ns'] / 1e3:,.0f} ({floor})" in PAGE
+    assert f"waits {roles['idle']['measured_ns'] / 1e3:,.0f} us a step" in PAGE
 
 
 @pytest.mark.parametrize("card", FOLDERS)
