@@ -15,7 +15,7 @@ import torch
 
 from patcher.integrate.transformers.copied_forward import with_text
 from patcher.integrate.transformers.norm import holds_norm
-from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.parts import kind_of, written_by_transformers
 from patcher.integrate.transformers.residual_text import (
     STEPS,
     BodyText,
@@ -64,10 +64,10 @@ def find_layers(model: Any, is_norm: Callable[[Any], bool]) -> Layers:
     listed = (each for part in model.modules() for each in _listed(part))
     for layer in dict.fromkeys(listed):
         text = text_of(kind_of(layer))
-        if text is None or not any(map(holds_norm, layer.children())):
-            continue
-        if isinstance(text, str):
-            found.refused[layer] = text
+        if text is None or isinstance(text, str):
+            # of other modules with a residual, those with such a norm are told
+            if text is not None and any(map(holds_norm, layer.children())):
+                found.refused[layer] = text
         elif not all(_fits(layer, name, is_norm) for name in text.norms):
             found.refused[layer] = "its norms are of another kind"
         else:
@@ -146,8 +146,15 @@ def _body_of(module: Any, fitting: Any, is_norm: Callable[[Any], bool]) -> Body 
 
 
 def _hands_on(layer: Any) -> bool:
-    text = text_of(kind_of(layer))
-    return isinstance(text, LayerText) and text.hands_on
+    kind = kind_of(layer)
+    text = text_of(kind)
+    if not (isinstance(text, LayerText) and text.hands_on):
+        return False
+    # others' code around a forward may change what it returned
+    inner = inspect.unwrap(kind.forward)
+    calls = kind.__call__
+    plain = calls is torch.nn.Module.__call__ or written_by_transformers(calls)
+    return plain and written_by_transformers(kind.forward, within=inner)
 
 
 def _fits(module: Any, name: str, is_norm: Callable[[Any], bool]) -> bool:

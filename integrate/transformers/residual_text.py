@@ -157,8 +157,8 @@ def _unsafe(
         return "it returns before its last addition"
     if any("__" in each.attr for each in ast.walk(forward) if isinstance(each, ast.Attribute)):
         return "it reads a private field"
-    if any(isinstance(each, ast.NamedExpr) for each in ast.walk(forward)):
-        return "it names a value within an expression"
+    if any(_stores(each) for each in ast.walk(forward)):
+        return "it may keep a state elsewhere"
     # what others hold: arguments and fields of the module, by whatever name
     foreign = {each.arg for each in ast.walk(forward.args) if isinstance(each, ast.arg)}
     foreign -= {"self", state}
@@ -184,9 +184,21 @@ def _only_returns(statement: ast.stmt, state: str) -> bool:
     """Whether a statement does no more with a state than to return it, in a tuple or not."""
     if state not in _names(statement):
         return True
-    value = statement.value if isinstance(statement, ast.Return | ast.Assign) else None
+    value = statement.value if isinstance(statement, ast.Return) else None
     given = value.elts if isinstance(value, ast.Tuple) else [value]
     return isinstance(given[0], ast.Name) and [*_names(statement)].count(state) == 1
+
+
+def _stores(statement: ast.AST) -> bool:
+    """Whether a statement puts a value elsewhere than under a name, or calls what may."""
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return any(
+            isinstance(e, ast.Attribute | ast.Subscript) for t in targets for e in ast.walk(t)
+        )
+    return isinstance(statement, ast.NamedExpr)
 
 
 def _is_held(value: ast.AST, foreign: set[str]) -> bool:
