@@ -18,7 +18,12 @@ from patcher.bench import VerificationError
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds
-from patcher.integrate.transformers.residual_layers import Body, body_text_of, norm_names, text_of
+from patcher.integrate.transformers.residual_layers import (
+    DecoderBody,
+    body_text_of,
+    norm_names,
+    text_of,
+)
 from patcher.integrate.transformers.residual_stream import LayerSteps, ResidualStream
 from patcher.integrate.transformers.residual_text import LayerText
 from patcher.integrate.transformers.swap import Forward
@@ -64,7 +69,7 @@ class GptOssDecoderLayers(GptOssPoint):
         text = body_text_of(source.GptOssModel)
         assert text is not None, "its loop over the layers was read"
         first = {index: norm_names(layer)[0] for index, layer in enumerate(body.layers)}
-        self._stream = stream = ResidualStream(Body(body, text, first, frozenset(first)))
+        self._stream = stream = ResidualStream(DecoderBody(body, text, first, frozenset(first)))
         norms: dict[type[torch.nn.Module], bool] = {source.GptOssRMSNorm: True}
         for index, layer in enumerate(body.layers):
             yield layer, LayerSteps(layer, seam, norms, stream, index).forward

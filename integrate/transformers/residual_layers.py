@@ -27,7 +27,7 @@ from patcher.integrate.transformers.swap import Forward
 
 
 @dataclass(frozen=True)
-class Body:
+class DecoderBody:
     """A module that runs layers one after the other."""
 
     module: Any
@@ -47,9 +47,9 @@ class Layers:
     """Of each layer that is taken, how often its forward calls the kernel."""
     refused: dict[torch.nn.Module, str] = field(default_factory=dict)
     """Of each other layer with a residual, why it keeps the model's own code."""
-    places: dict[torch.nn.Module, tuple[Body, int]] = field(default_factory=dict)
+    places: dict[torch.nn.Module, tuple[DecoderBody, int]] = field(default_factory=dict)
     """Where layers are of which a body is known."""
-    bodies: list[Body] = field(default_factory=list)
+    bodies: list[DecoderBody] = field(default_factory=list)
 
 
 def find_layers(model: Any, is_norm: Callable[[Any], bool]) -> Layers:
@@ -130,7 +130,7 @@ def _body_text(forward: Any) -> BodyText | None:
     return None if read is None else body_text(read)
 
 
-def _body_of(module: Any, fitting: Any, is_norm: Callable[[Any], bool]) -> Body | None:
+def _body_of(module: Any, fitting: Any, is_norm: Callable[[Any], bool]) -> DecoderBody | None:
     text = body_text_of(kind_of(module))
     layers = getattr(module, text.layers, None) if text is not None else None
     if text is None or not isinstance(layers, torch.nn.ModuleList):
@@ -142,7 +142,7 @@ def _body_of(module: Any, fitting: Any, is_norm: Callable[[Any], bool]) -> Body 
         text = replace(text, norm=None)
     followed = {*(index - 1 for index in first), *((len(layers) - 1,) if text.norm else ())}
     handing = {index for index in first if _hands_on(layers[index])}
-    return Body(module, text, first, frozenset(handing & followed))
+    return DecoderBody(module, text, first, frozenset(handing & followed))
 
 
 def _hands_on(layer: Any) -> bool:

@@ -21,7 +21,7 @@ from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.norm import epsilon_of
 from patcher.integrate.transformers.onlookers import Modules, Onlookers
 from patcher.integrate.transformers.parts import kind_of
-from patcher.integrate.transformers.residual_layers import Body, norm_names, text_forward
+from patcher.integrate.transformers.residual_layers import DecoderBody, norm_names, text_forward
 from patcher.integrate.transformers.swap import Forward
 
 
@@ -33,7 +33,7 @@ class ResidualStream:
     all this is decided during tracing and no state is stored.
     """
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: DecoderBody) -> None:
         """Set up for a body."""
         self.body = body.module
         self._text, self._first, self._handing = body.text, body.first_norms, body.handing
