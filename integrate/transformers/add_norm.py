@@ -25,7 +25,6 @@ from patcher.integrate.transformers.probed import ProbedPoint
 from patcher.integrate.transformers.residual_layers import (
     Layers,
     find_layers,
-    norm_names,
 )
 from patcher.integrate.transformers.residual_stream import LayerSteps, ResidualStream
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
@@ -58,22 +57,21 @@ class AddNorms(ProbedPoint):
         _add_then_norm(*args)
 
     def of_role(self, layer: Any) -> bool:
-        """See `LayerPoint`."""
-        return layer in self._found.calls or layer in self._found.refused
+        """See `LayerPoint`: a norm that is taken with the addition before it, or a decoder layer
+        that keeps its own."""
+        return layer in self._found.norms or layer in self._found.refused
 
     def computes(self, part: Any) -> bool:
         """See `ProbedPoint`."""
-        return part in self._found.calls
+        return part in self._found.norms
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
         return self._found.refused.get(layer)
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
-        """See `LayerPoint`: the weight of the norm that it takes of its own sum, or begins with."""
-        if layer not in self._found.calls:
-            return {}
-        return {"weight": getattr(layer, norm_names(layer)[-1]).weight}
+        """See `LayerPoint`."""
+        return {"weight": layer.weight} if layer in self._found.norms else {}
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`: the forward of a layer whose last addition is the model's own."""
@@ -92,35 +90,38 @@ class AddNorms(ProbedPoint):
                 f"a norm cannot be tried alone: {sentence_of(error)}",
                 "patch the model before it is sharded or converted",
             ) from error
-        for body in self._found.bodies:
-            refuse_replaced(body.module)
+        for module in (*self._found.calls, *(body.module for body in self._found.bodies)):
+            refuse_replaced(module)
+        for layer in self._found.calls:
+            _refuse_patched(layer)
         return super()._parts()
 
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
-        seam, parts = ForwardPatch(kernel, self.original), self._parts()
-        self._count(kernel, parts)
-        found, streams = self._found, dict[int, ResidualStream]()
+        self._parts()
+        self._count(kernel, [(layer, norm) for norm, layer in self._found.norms.items()])
+        seam, found, streams = (
+            ForwardPatch(kernel, self.original),
+            self._found,
+            dict[int, ResidualStream](),
+        )
         swaps: list[ModuleSwap] = []
         for body in found.bodies:
             stream = ResidualStream(body)
             streams[id(body)] = stream
             swaps += stream_swaps(stream, self)
-        for part in parts:
-            steps = LayerSteps(part, seam, self._norms)
-            if part in found.places:
-                body, index = found.places[part]
-                steps = LayerSteps(part, seam, self._norms, streams[id(body)], index)
-            refuse = partial(seam.refuse, calls=found.calls[part])
-            swaps.append(ModuleSwap(part, steps.forward, self, refuse))
+        for layer, calls in found.calls.items():
+            steps = LayerSteps(layer, seam, self._norms)
+            if layer in found.places:
+                body, index = found.places[layer]
+                steps = LayerSteps(layer, seam, self._norms, streams[id(body)], index)
+            refuse = partial(seam.refuse, calls=calls)
+            swaps.append(ModuleSwap(layer, steps.forward, self, refuse))
         self._streams = [*streams.values()]
         return swaps
 
     def _is_norm(self, norm: Any) -> bool:
         refuse_replaced(norm)
-        if type(norm) is not kind_of(norm):
-            raise VerificationError(
-                f"{kind_of(norm).__name__} is already patched", "remove the other patch first"
-            )
+        _refuse_patched(norm)
         tried = bare(norm)
         if not computes_norm(tried, FORMULAS["rms_norm"]):
             return False
@@ -128,10 +129,17 @@ class AddNorms(ProbedPoint):
         return True
 
 
+def _refuse_patched(module: Any) -> None:
+    if type(module) is not kind_of(module):
+        raise VerificationError(
+            f"{kind_of(module).__name__} is already patched", "remove the other patch first"
+        )
+
+
 def stream_swaps(stream: ResidualStream, point: object) -> list[ModuleSwap]:
     """The new forwards of a body and of its last norm; the layers count their calls."""
-    swaps = [ModuleSwap(stream.body, stream.body_forward, point, _ignore)]
-    if (norm := stream.last_norm()) is not None:
+    swaps = [ModuleSwap(stream.body.module, stream.body_forward, point, _ignore)]
+    if (norm := stream.body.last_norm()) is not None:
         swaps.append(ModuleSwap(norm, partial(stream.final_norm, norm), point, _ignore))
     return swaps
 

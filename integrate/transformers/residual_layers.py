@@ -38,6 +38,21 @@ class DecoderBody:
     handing: frozenset[int]
     """The numbers of those whose last addition goes with the norm that comes next."""
 
+    def following(self, index: int) -> Any:
+        """The norm that the model has after a layer now; None if none is known, or if the layer
+        does not hand on its sum."""
+        layers = getattr(self.module, self.text.layers)
+        if index not in self.handing:
+            return None
+        if index + 1 >= len(layers):
+            return self.last_norm()
+        name = self.first_norms.get(index + 1)
+        return None if name is None else getattr(layers[index + 1], name, None)
+
+    def last_norm(self) -> Any:
+        """The norm after the last layer; None if none is known."""
+        return None if self.text.norm is None else getattr(self.module, self.text.norm)
+
 
 @dataclass
 class Layers:
@@ -50,6 +65,8 @@ class Layers:
     places: dict[torch.nn.Module, tuple[DecoderBody, int]] = field(default_factory=dict)
     """Where layers are of which a body is known."""
     bodies: list[DecoderBody] = field(default_factory=list)
+    norms: dict[torch.nn.Module, torch.nn.Module] = field(default_factory=dict)
+    """The norms that are taken with the addition before them, with the layer that adds."""
 
 
 def find_layers(model: Any, is_norm: Callable[[Any], bool]) -> Layers:
@@ -82,6 +99,10 @@ def find_layers(model: Any, is_norm: Callable[[Any], bool]) -> Layers:
         place = found.places.get(layer)
         if calls := len(names) - 1 + (place is not None and place[1] in place[0].handing):
             found.calls[layer] = calls
+            taken = [getattr(layer, name) for name in names[1:]]
+            if place is not None and place[1] in place[0].handing:
+                taken.append(place[0].following(place[1]))
+            found.norms |= dict.fromkeys(taken, layer)
         else:
             found.refused[layer] = "no norm of its sum is known to follow"
     return found

@@ -35,8 +35,7 @@ class ResidualStream:
 
     def __init__(self, body: DecoderBody) -> None:
         """Set up for a body."""
-        self.body = body.module
-        self._text, self._first, self._handing = body.text, body.first_norms, body.handing
+        self.body = body
         self.waiting: tuple[torch.Tensor, torch.Tensor, Any] | None = None
         """(sum, its norm, the module of that norm), passed from one layer to the next."""
         self._runner: int | None = None
@@ -78,21 +77,6 @@ class ResidualStream:
 
         return forward
 
-    def last_norm(self) -> Any:
-        """The norm after the last layer; None if none is known."""
-        return None if self._text.norm is None else getattr(self.body, self._text.norm)
-
-    def following(self, index: int) -> Any:
-        """The norm that the model has after a layer now; None if none is known, or if the layer
-        does not hand on its sum."""
-        if index not in self._handing:
-            return None
-        layers = getattr(self.body, self._text.layers)
-        if index + 1 >= len(layers):
-            return self.last_norm()
-        name = self._first.get(index + 1)
-        return None if name is None else getattr(layers[index + 1], name, None)
-
     def refusal(self, index: int, layer: Any) -> str | None:
         """Why other code could observe work in place on what this layer gets; None if it could
         not."""
@@ -101,7 +85,7 @@ class ResidualStream:
             return "a layer is called on its own, or by several threads at a time"
         if "hidden_states" in (_recorded() or ()):
             return "hidden states are being recorded"
-        layers = getattr(self.body, self._text.layers)
+        layers = getattr(self.body.module, self.body.text.layers)
         if index >= len(layers) or layers[index] is not layer:
             return "the layers were put in another order"
         return None
@@ -183,7 +167,7 @@ class LayerSteps:
         return kept + added
 
     def _following(self) -> Any:
-        return None if self._stream is None else self._stream.following(self._index)
+        return None if self._stream is None else self._stream.body.following(self._index)
 
     def _calls(self) -> int:
         return len(self._names) - 1 + (self._following() is not None)

@@ -57,10 +57,10 @@ def made(kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -
 def test_every_addition_and_norm_of_a_model_runs_the_kernel(kind: str, calls: int) -> None:
     model = made(kind)
     point = AddNorms(model)
-    assert point.find() == f"2 instances in {type(model).__name__}"
+    assert point.find() == f"{calls} instances in {type(model).__name__}"
     book, error = run_in(model, point)
     assert (book.calls.total(), book.reasons.total()) == (calls, 0)
-    assert book.layers == LayerSurvey(taken=2)
+    assert book.layers == LayerSurvey(taken=calls), "as many calls a step"
     assert error < 1e-5
 
 
@@ -326,7 +326,7 @@ def test_a_layer_that_is_replaced_is_told() -> None:
         model.model.layers[0] = copy.deepcopy(model.model.layers[0])
         model(TOKENS)
         assert book.calls.total() == 2
-        assert book.layers == LayerSurvey(1, Counter({REPLACED: 1}))
+        assert book.layers == LayerSurvey(2, Counter({REPLACED: 2}))
 
 
 def test_a_copy_of_a_patched_layer_counts_what_it_would_have_called() -> None:
