@@ -36,7 +36,8 @@ def must_fit_model(op: Op, engine: str, config: Callable[[], Mapping[str, Any]])
             return spec.point
         except VerificationError as error:
             refusals.append(error)
-    raise refusals[0]
+    # the points of one architecture come before those of a role, which say more
+    raise refusals[-1]
 
 
 def patch_point(op: Op, engine: str, name: str | None = None) -> PatchPointSpec:

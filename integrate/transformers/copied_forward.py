@@ -1,13 +1,15 @@
-"""A copy of a module's forward that calls another function by one of its names.
+"""Copies of a module's forward, decorators included: with another function by one of its names, or
+with other text.
 
-The function of that name belongs to a whole file of transformers, so it stays: other models of the
-process call it, too.
+A forward and the functions that it calls belong to a whole file of transformers, so they stay:
+other models of the process call them, too.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from patcher.bench import VerificationError
@@ -25,28 +27,73 @@ def with_function(function: Any, name: str, replaced: Callable[[Forward], Forwar
     Raises:
         VerificationError: it is not a function that calls one by this name.
     """
-    inner, closure = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None)
-    names = getattr(function, "__globals__", {})
-    if inner is not None and closure:
-        within = with_function(inner, name, replaced)
-        own, closure = (
-            closure,
-            tuple(CellType(within) if cell.cell_contents is inner else cell for cell in closure),
-        )
-        fits = any(now is not then for now, then in zip(closure, own, strict=True))
-    else:
-        fits = inner is None and name in names
-    if not (isinstance(function, FunctionType) and fits):
+
+    def calls_another(forward: FunctionType) -> FunctionType | None:
+        if name not in forward.__globals__:
+            return None
+        # without `__name__`, torch.compile uses these globals instead of the module's
+        names = {key: value for key, value in forward.__globals__.items() if key != "__name__"}
+        names[name] = replaced(names[name])
+        return _copy(forward, names, forward.__closure__)
+
+    made = _within(function, calls_another)
+    if made is None:
         raise VerificationError(
             f"{getattr(function, '__qualname__', 'a forward')} is not a function that calls {name}",
             "remove the other patch first",
         )
+    return made
+
+
+def with_text(function: Any, text: ast.FunctionDef, free: str, value: object) -> Any:
+    """A copy of a forward, decorators included, that has another text; None if what is around it
+    cannot be copied.
+
+    Args:
+        function: the method, or what a decorator made of it.
+        text: the other text, with the same arguments.
+        free: a name in it that the forward's file does not have.
+        value: what that name stands for.
+    """
+
+    def other(forward: FunctionType) -> FunctionType | None:
+        if forward.__closure__ is not None:
+            return None
+        around = ast.parse(f"def around({free}): pass").body[0]
+        assert isinstance(around, ast.FunctionDef)
+        around.body = [text]
+        tree = ast.fix_missing_locations(ast.Module([around], []))
+        outer = compile(tree, forward.__code__.co_filename, "exec")
+        [outer] = [each for each in outer.co_consts if isinstance(each, CodeType)]
+        [code] = [each for each in outer.co_consts if isinstance(each, CodeType)]
+        return _copy(forward, forward.__globals__, (CellType(value),), code)
+
+    return _within(function, other)
+
+
+def _within(function: Any, remake: Callable[[FunctionType], FunctionType | None]) -> Any:
+    """A function with another one innermost, under copies of its decorators; None if there is a
+    decorator that does not keep what it decorates in its closure."""
+    if not isinstance(function, FunctionType):
+        return None
+    inner, closure = getattr(function, "__wrapped__", None), function.__closure__
     if inner is None:
-        # without `__name__`, torch.compile uses these globals instead of the module's
-        names = {key: value for key, value in names.items() if key != "__name__"}
-        names[name] = replaced(names[name])
+        return remake(function)
+    within = _within(inner, remake) if closure else None
+    cells = tuple(CellType(within) if c.cell_contents is inner else c for c in closure or ())
+    if within is None or cells == closure:
+        return None
+    return _copy(function, function.__globals__, cells)
+
+
+def _copy(
+    function: FunctionType,
+    names: dict[str, Any],
+    closure: tuple[CellType, ...] | None,
+    code: CodeType | None = None,
+) -> FunctionType:
     # torch.compile identifies functions by their code object, so each gets its own
-    code = function.__code__.replace()
+    code = (code or function.__code__).replace()
     made = FunctionType(code, names, "forward", function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

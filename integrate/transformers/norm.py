@@ -47,11 +47,11 @@ class RmsNorms(ProbedPoint):
 
     def of_role(self, layer: Any) -> bool:
         """See `LayerPoint`."""
-        return _holds(layer)
+        return holds_norm(layer)
 
     def computes(self, part: Any) -> bool:
         """See `ProbedPoint`."""
-        return _computes(part, FORMULAS[self.op])
+        return computes_norm(part, FORMULAS[self.op])
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`."""
@@ -86,7 +86,7 @@ FORMULAS: Mapping[str, Formula] = {each.op: each.original for each in (RmsNorms,
 def _forward(norm: Any, seam: ForwardPatch, original: Forward) -> Forward:
     def forward(*args: torch.Tensor, **named: torch.Tensor) -> Any:
         [hidden_states] = *args, *named.values()
-        weight, epsilon = norm.weight, _epsilon(norm)
+        weight, epsilon = norm.weight, epsilon_of(norm)
         rows = None if torch.is_grad_enabled() else _rows(hidden_states)
         if rows is None:
             seam.refuse("gradients are on" if torch.is_grad_enabled() else "not contiguous")
@@ -136,23 +136,23 @@ def _gemma_rms_norm(
     output.copy_((1.0 + weight.float()) * (wide * scale))
 
 
-def _epsilon(norm: Any) -> float | None:
+def epsilon_of(norm: Any) -> float | None:
     found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return float(found) if isinstance(found, float | int) else None
 
 
-def _holds(module: torch.nn.Module) -> bool:
+def holds_norm(module: torch.nn.Module) -> bool:
     """Whether a module holds what a norm holds, and is called as one."""
     held = dict(module.named_parameters())
     weight = held.get("weight")
-    if len(held) != 1 or weight is None or weight.dim() != 1 or _epsilon(module) is None:
+    if len(held) != 1 or weight is None or weight.dim() != 1 or epsilon_of(module) is None:
         return False
     # one that also takes a gate is another role, even where the gate may be left out
     return len(inspect.signature(module.forward).parameters) == 1
 
 
 @torch.no_grad()
-def _computes(norm: Any, formula: Formula) -> bool:
+def computes_norm(norm: Any, formula: Formula) -> bool:
     """Whether a norm computes on numbers what the formula says, with its own weight."""
     weight, size = norm.weight, norm.weight.numel()
     if weight.is_meta:
@@ -160,7 +160,7 @@ def _computes(norm: Any, formula: Formula) -> bool:
     row = torch.linspace(-1.0, 2.0, size, device=weight.device, dtype=weight.dtype)
     rows = torch.stack([row, 30 * row.flip(0)])
     expected = torch.empty_like(rows)
-    formula(rows, weight, expected, _epsilon(norm) or 0.0)
+    formula(rows, weight, expected, epsilon_of(norm) or 0.0)
     got = norm(rows)
     return (
         isinstance(got, torch.Tensor)
@@ -182,7 +182,7 @@ def class_computes(module: str, name: str) -> str | None:
         norm = kind(_SIZE)
     except (TypeError, AttributeError):  # it is built from something else
         return None
-    if not _holds(norm):
+    if not holds_norm(norm):
         return None
     torch.nn.init.constant_(norm.weight, 3.0)
-    return next((op for op, formula in FORMULAS.items() if _computes(norm, formula)), None)
+    return next((op for op, formula in FORMULAS.items() if computes_norm(norm, formula)), None)

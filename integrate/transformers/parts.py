@@ -116,12 +116,17 @@ def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module])
         )
 
 
-def written_by_transformers(function: Any) -> bool:
-    """Whether a function and all functions that it wraps come from transformers' files."""
+def written_by_transformers(function: Any, *, within: Any = None) -> bool:
+    """Whether a function and all functions that it wraps come from transformers' files.
+
+    Args:
+        function: the function.
+        within: one of those that it wraps, which may be anyone's.
+    """
     import transformers
 
     home = Path(inspect.getfile(transformers)).parent
-    while function is not None:
+    while function is not None and function is not within:
         code = getattr(function, "__code__", None)
         if code is None or not Path(code.co_filename).is_relative_to(home):
             return False

@@ -28,6 +28,7 @@ LAYERS: Mapping[str, str | None] = {
     "gpt_oss.router": "gpt_oss",
     "norm": None,
     "gemma_norm": None,
+    "add_norm": None,
     "gated_mlp": None,
     "linear": None,
     "router": None,
@@ -42,6 +43,7 @@ NORMS: Mapping[str, tuple[str, str]] = {
 
 
 ROLES: Mapping[str, str] = {
+    "add_norm": "no layer of {} in transformers takes an RMSNorm of a sum with its residual",
     "linear": "no layer of {} in transformers is torch.nn.Linear's",
     "router": "no router of {} in transformers has the softmax over the chosen logits as scores",
     "rotation": "no attention of {} in transformers turns the halves of a head",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from patcher.integrate.points import PatchPoint
+from patcher.integrate.transformers.add_norm import AddNorms
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
 from patcher.integrate.transformers.gated_mlp import GatedMlps
@@ -18,6 +19,7 @@ POINTS: dict[str, type[PatchPoint]] = {
     for point in (
         RmsNorms,
         GemmaRmsNorms,
+        AddNorms,
         GatedMlps,
         Linears,
         Routers,

@@ -108,15 +108,22 @@ class ProbedPoint(ForwardsPoint):
             ) from error
 
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
-        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
         seam, parts = ForwardPatch(kernel, self.original), self._parts()
-        names = {module: name for name, module in self.target.named_modules()}
-        paths = [list(_path(self.target, names[part])) for part in parts]
-        kernel.book.replaced = partial(_replaced, paths)
+        self._count(kernel, [(part,) for part in parts])
         return [
             ModuleSwap(part, partial(self.new_forward, part, seam), self, seam.refuse)
             for part in parts
         ]
+
+    def _count(self, kernel: Dispatcher, taken: Sequence[tuple[torch.nn.Module, ...]]) -> None:
+        """Have the counters tell what is taken, each with the modules that it needs, and what of
+        these is replaced later."""
+        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
+        names = {module: name for name, module in self.target.named_modules()}
+        paths = [
+            [s for each in needed for s in _path(self.target, names[each])] for needed in taken
+        ]
+        kernel.book.replaced = partial(_replaced, paths)
 
 
 def _without_autocast(model: Any) -> ExitStack:

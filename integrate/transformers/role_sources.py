@@ -1,4 +1,4 @@
-"""What the files of an architecture alone say of its routers and rotations: read, not imported.
+"""What the files of an architecture alone say of its roles: read, not imported.
 
 An import of transformers takes seconds. So forwards and functions that were tried before, by the
 digests in `roles.json`, are not tried again where no setting of a model chooses among them.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
 from patcher.integrate.source_parts import definitions
+from patcher.integrate.transformers.residual_text import LayerText, layer_text
 
 _ROTATION = ["q", "k", "cos", "sin"]
 _OF_ROUTER = {"weight", "bias", "top_k", "hidden_dim"}
@@ -24,6 +26,8 @@ _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match, ast.Bool
 
 def says(point: str, file: Path) -> bool | None:
     """Whether a model of a file has what a point takes; None where only a built one tells."""
+    if point == "add_norm":
+        return _adds(file)
     return _rotates(file) if point == "rotation" else _routes(file)
 
 
@@ -71,6 +75,14 @@ def _is_called_alone(forward: ast.FunctionDef) -> bool:
     only = zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
     needed |= {each.arg for each, default in only if default is None}
     return "position_embeddings" in first and needed <= _GIVEN
+
+
+def _adds(file: Path) -> bool | None:
+    """False where no forward of a file adds and normalises; its norms are not in its text."""
+    forwards = (node for name, node, _ in definitions(file) if name.endswith(".forward"))
+    if any(isinstance(layer_text(each), LayerText) for each in forwards):
+        return None
+    return None if re.search(r"import \w*Layer\b", file.read_text(encoding="utf-8")) else False
 
 
 def _routes(file: Path) -> bool | None:

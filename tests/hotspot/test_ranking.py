@@ -80,6 +80,7 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
         "vllm: add_norm",
         "tensorrt_llm: flashinfer_fused_add_rmsnorm",
         "sglang: add_norm",
+        "transformers: add_norm",
     )
     routing, small = by_name["_topk_forward"], by_name["triton_poi_fused_2"]
     assert (routing.triage, routing.op) == ("replace", "moe_route")

@@ -49,16 +49,16 @@ def test_a_model_is_asked_by_its_config(tmp_path: Path) -> None:
     tiny, llama = places_in("gpt-oss-tiny", "transformers"), places_in(model_of(tmp_path))
     assert tiny is not None
     assert llama is not None
-    assert tiny(NORM) == (("transformers: gpt_oss.decoder_layer",), "")
+    both = "transformers: gpt_oss.decoder_layer", "transformers: add_norm"
+    assert tiny(NORM) == (both, "")
     assert "transformers: gpt_oss.decoder_layer" not in llama(NORM)[0]
     assert "tensorrt_llm: flashinfer_fused_add_rmsnorm" in llama(NORM)[0], "it cannot tell here"
     here = places_in(str(tmp_path), "transformers")
     assert here is not None
-    points, why = here(NORM)
+    assert here(NORM) == (("transformers: add_norm",), "")
+    points, why = here(load_op("moe_reduce"))
     assert not points
-    assert why == (
-        "LlamaForCausalLM has no layer of gpt_oss.decoder_layer, which is of gpt-oss alone"
-    )
+    assert why == "LlamaForCausalLM has no layer of gpt_oss.experts, which is of gpt-oss alone"
     assert here(load_op("moe_finalize")) == ((), "it has no patch point in transformers")
     assert places_in("what a person wrote beside a file") is None
 

@@ -113,7 +113,7 @@ WHOLE = {
     "llama4_text": "rms_norm",
     **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
     **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
-    "gpt_oss": "fused_add_rms_norm",
+    **dict.fromkeys(("gpt_oss", "llama", "granitemoehybrid"), "fused_add_rms_norm"),
     "qwen2": "silu_and_mul",
     **dict.fromkeys(("gemma3_text", "gemma3", "qwen3_next"), "gemma_rms_norm"),
 }

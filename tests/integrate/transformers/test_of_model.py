@@ -36,8 +36,12 @@ def test_transformers_points_are_of_gpt_oss(name: str) -> None:
 def test_the_config_is_read_if_a_point_asks() -> None:
     found = must_fit_model(NORM, "transformers", lambda: published_config("gpt-oss-20b"))
     assert found == "gpt_oss.decoder_layer"
+    assert must_fit_model(NORM, "transformers", lambda: OTHER) == "add_norm"
+    with pytest.raises(VerificationError, match="no layer of olmo2 in transformers takes"):
+        must_fit_model(NORM, "transformers", lambda: {"model_type": "olmo2"})
+    experts = bench.load_op("moe_reduce")
     with pytest.raises(VerificationError, match="Qwen3ForCausalLM has no layer") as caught:
-        must_fit_model(NORM, "transformers", lambda: OTHER)
+        must_fit_model(experts, "transformers", lambda: OTHER)
     assert "--engine vllm" in caught.value.hint
 
     def never() -> dict[str, object]:

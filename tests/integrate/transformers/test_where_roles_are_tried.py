@@ -13,7 +13,7 @@ from transformers_sample import original_kernel
 
 from patcher.integrate.transformers.points import POINTS
 
-COUNTS = {"norm": 5, "linear": 9, "router": 2, "rotation": 2}
+COUNTS = {"norm": 5, "add_norm": 4, "linear": 9, "router": 2, "rotation": 2}
 
 
 @contextmanager
