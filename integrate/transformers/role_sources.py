@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -52,9 +52,10 @@ def _rotates(file: Path) -> bool | None:
     here = dict(rotations(file))
     if not here:
         return None if "import apply_rotary" in file.read_text(encoding="utf-8") else False
+    known = {name: node for name, node, _ in definitions(file)}
     calls = [
-        (function, may or not _is_called_alone(node))
-        for name, node, _ in definitions(file)
+        (function, may or not (_is_called_alone(node) and _keeps_config(known, name)))
+        for name, node in known.items()
         if name.endswith(".forward")
         for function, may in _calls(node, here, False)
     ]
@@ -71,6 +72,13 @@ def _is_called_alone(forward: ast.FunctionDef) -> bool:
     only = zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
     needed |= {each.arg for each, default in only if default is None}
     return "position_embeddings" in first and needed <= _GIVEN
+
+
+def _keeps_config(known: Mapping[str, ast.FunctionDef], forward: str) -> bool:
+    """Whether an attention has its model's configuration, by which it and its angles are tried."""
+    made = known.get(forward.removesuffix("forward") + "__init__")
+    stores = (node for node in ast.walk(made) if isinstance(node, ast.Attribute)) if made else ()
+    return any(each.attr == "config" and isinstance(each.ctx, ast.Store) for each in stores)
 
 
 def _routes(file: Path) -> bool | None:
