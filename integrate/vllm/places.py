@@ -16,6 +16,7 @@ from patcher.bench.engines.architecture import (
     text_part,
 )
 from patcher.bench.engines.vllm_options import EXPERTS
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.transformers.places import default_activation, without_weights
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.tree import Tree
@@ -142,19 +143,20 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
 
 
-def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+def calls_in_step(point: str, config: Mapping[str, Any], guards: object = None) -> StepCalls | None:
     """How often a step of decode comes by a patch point, by the layers of transformers' model.
 
     Args:
         point: the point's name.
         config: the model's config.json; `of_model` has found that it has layers of the point.
+        guards: not asked, since the sizes of vLLM's layers depend on how many ranks share them.
 
     Returns:
         The number of calls; None where neither config.json nor transformers tells.
     """
     kind = LAYERS[point].counted
     if kind is None or kind == "step":
-        return None if kind is None else 1
+        return None if kind is None else StepCalls(1)
     try:
         plain = {name: value for name, value in config.items() if name != "quantization_config"}
         model = without_weights(plain)
@@ -163,10 +165,11 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     text = model.config.get_text_config(decoder=True)
     if kind == "experts":
         names = (name for name, _ in model.named_parameters())
-        return len({found[1] for found in map(_OF_EXPERTS.match, names) if found}) or None
+        holders = {found[1] for found in map(_OF_EXPERTS.match, names) if found}
+        return StepCalls(len(holders)) if holders else None
     if not (kinds := layer_kinds(text)):
-        return int(text.num_hidden_layers)
-    return sum(map(keeps_state if kind == "state" else has_cache, kinds))
+        return StepCalls(int(text.num_hidden_layers))
+    return StepCalls(sum(map(keeps_state if kind == "state" else has_cache, kinds)))
 
 
 def must_fit(point: str, model: Mapping[str, Any]) -> None:
