@@ -18,7 +18,7 @@ from patcher.bench.engines.architecture import (
 from patcher.bench.engines.vllm_options import EXPERTS
 from patcher.integrate.layers import StepCalls
 from patcher.integrate.transformers.places import default_activation, without_weights
-from patcher.integrate.vllm.families import architectures
+from patcher.integrate.vllm.families import RAW_WEIGHTS, architectures
 from patcher.integrate.vllm.tree import Tree
 
 _MOE = "FusedMoE|FusedMoEFactory"
@@ -48,6 +48,8 @@ class RoleLayers:
     """The activations that it takes, by their names in a config.json; empty for any."""
     settings: tuple[tuple[str, object], ...] = ()
     """What a config.json has to say where it says anything."""
+    instead: tuple[tuple[str, object], ...] = ()
+    """What a config.json may say in place of the last of `names`."""
     plain: bool = False
     """Whether linear layers that are quantised are none of its own."""
     counted: Literal["attention", "experts", "state", "step"] | None = None
@@ -93,7 +95,9 @@ LAYERS: Mapping[str, RoleLayers] = {
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope"), counted="attention"),
     "router.grouped_topk": RoleLayers(
-        (_MOE, "e_score_correction_bias|expert_bias"), counted="experts"
+        (_MOE, f"e_score_correction_bias|expert_bias|{RAW_WEIGHTS}"),
+        instead=(("norm_topk_prob", False),),
+        counted="experts",
     ),
     "router.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),), counted="experts"),
@@ -124,8 +128,9 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"vLLM {tree.version()} has no model {' or '.join(names) or 'without a class'}",
             "see `architectures` in its config.json",
         )
-    one = next(iter(known.values()))
-    if not one.builds(layers.names):
+    one, text = next(iter(known.values())), text_part(model)
+    others = any(text.get(key) == value for key, value in layers.instead)
+    if not one.builds(layers.names[:-1] if others else layers.names):
         raise VerificationError(
             f"{one.name} has no layer of {point}: {one.module} does not refer to "
             f"{' and '.join(layers.names).replace('|', ' or ')}",

@@ -211,3 +211,38 @@ def test_vllms_own_registry_is_read() -> None:
     assert shown["LlamaForCausalLM"].builds(("RMSNorm", "RowParallelLinear", "get_rope"))
     assert not shown["LlamaForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
     assert shown["Qwen3MoeForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
+
+
+_ROUTED = """
+from vllm.model_executor.layers.fused_moe import FusedMoE
+class ModelForCausalLM:
+    def __init__(self, config): self.experts = FusedMoE(1, {arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stated", "taken"),
+    [
+        ("renormalize=False", None, True),
+        ("renormalize=False, custom_routing_function=own", None, False),
+        ("renormalize=config.norm_topk_prob", False, True),
+        ("renormalize=config.norm_topk_prob", True, False),
+        ("renormalize=config.norm_topk_prob", None, False),
+        ("e_score_correction_bias=bias.e_score_correction_bias", True, False),
+    ],
+)
+def test_routers_without_renormalised_weights_are_promised_to_the_point_that_takes_them(
+    arguments: str, stated: bool | None, taken: bool, tree: Tree
+) -> None:
+    models = tree.folder / "vllm/model_executor/models"
+    (models / "model.py").write_text(_ROUTED.format(arguments=arguments))
+    table = '_MODELS = {"ModelForCausalLM": ("model", "ModelForCausalLM")}\n'
+    (models / "registry.py").write_text(table)
+    config = {"architectures": ["ModelForCausalLM"]}
+    config |= {} if stated is None else {"norm_topk_prob": stated}
+    if taken:
+        said = of_model("router.grouped_topk", lambda: config)
+        assert said.startswith("ModelForCausalLM has layers of router.grouped_topk")
+    else:
+        with pytest.raises(bench.VerificationError, match=r"has no layer of router\.grouped_topk"):
+            of_model("router.grouped_topk", lambda: config)
