@@ -68,7 +68,7 @@ def recorder(
     """Record calls at a patch point while a block runs, in this process.
 
     The file is written at the end, and each call that is recorded beside it before; see
-    `patcher.bench.judge.recording`.
+    `patcher.bench.judge.call_recording`.
 
     Args:
         engine: the engine's name.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from patcher.bench import Contract, UsageError
-from patcher.bench.judge.recording import (
+from patcher.bench.judge.call_recording import (
     ALIGNED,
     CallRecording,
     RecordedCall,

@@ -16,8 +16,8 @@ import transformers
 import patcher
 from patcher.bench import Candidate, Language, Outcome, UsageError, VerificationError, load_op
 from patcher.bench.judge import JudgeSettings, open_judge
-from patcher.bench.judge.observed import observe
-from patcher.bench.judge.recording import parts_of, read_recording, write_recording
+from patcher.bench.judge.call_recording import parts_of, read_recording, write_recording
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.recording import NOT_TOLD, RECORDED, RecordingLimits
 
