@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Literal
@@ -31,8 +32,9 @@ def raw_page(report: Path) -> str:
     if ncu is None:
         raise MissingError(
             f"reading {report.name} needs ncu, which is not installed",
-            f"on a machine with ncu, run: LC_ALL=C ncu --import {report.name} {' '.join(_RAW)} > "
-            "counters.csv; then pass counters.csv; or set PATCHER_NCU",
+            "on a machine with ncu, run: LC_ALL=C ncu --import "
+            f"{shlex.join([report.name, *_RAW])} > counters.csv; then pass counters.csv; "
+            "or set PATCHER_NCU",
         )
     fix = "read it with an ncu as new as the one that wrote it (PATCHER_NCU), or profile again"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Literal
@@ -59,8 +60,8 @@ def export_sqlite(report: Path, target: Path) -> Path:
     if nsys is None:
         raise MissingError(
             f"reading {report.name} needs nsys, which is not installed",
-            f"on a machine with nsys, run: nsys export --type sqlite {report.name}; then pass the "
-            ".sqlite file to --from",
+            "on a machine with nsys, run: nsys export --type sqlite "
+            f"{shlex.quote(report.name)}; then pass the .sqlite file to --from",
         )
     if missing := missing_libraries(nsys):
         raise MissingError(f"nsys lacks {', '.join(missing)}", _library_fix(missing))

@@ -127,25 +127,42 @@ class CallGuards:
         sizes: dict[str, int] = {}
         known = [(g, constants[g.name]) for g in self.tensors if g.name in constants]
         for guard, tensor in known:
-            if tensor.dim() != len(guard.axes):
-                return f"{guard.name} with {tensor.dim()} axes"
-            if not any(tensor.dtype == choice[guard.dtype] for choice in self.dtypes):
+            if tensor.dim() == len(guard.axes) and not any(
+                tensor.dtype == choice[guard.dtype] for choice in self.dtypes
+            ):
                 return f"{guard.name} in {_short(tensor)}"
-            for axis, size in zip(guard.axes, tensor.shape, strict=True):
-                # what is arithmetic depends on sizes of other tensors
-                if axis.isidentifier() and sizes.setdefault(axis, size) != size:
-                    return f"shapes that do not fit: {axis}"
-                if any(axis == swept for _, swept, _ in self.shapes):
-                    continue  # it depends on the shape
-                bounds = self.axes.get(axis)
-                if bounds is not None and (reason := _beyond(axis, size, bounds)):
-                    return reason
+            if reason := self._size_for_good(guard, tensor, sizes):
+                return reason
             here = tensor.device.type == self.device
             if here and (reason := guard.misplaced(tensor)):
                 return f"{guard.name} {reason}"
         dtypes = [(guard.dtype, tensor.dtype) for guard, tensor in known]
         if not any(all(choice[name] == dtype for name, dtype in dtypes) for choice in self.dtypes):
             return f"dtype {'/'.join(_short(tensor) for _, tensor in known)}"
+        return None
+
+    def refusal_of_sizes(self, constants: Mapping[str, torch.Tensor]) -> str | None:
+        """`refusal_for_good` by the sizes alone, such as those of a model without weights."""
+        sizes: dict[str, int] = {}
+        known = ((g, constants[g.name]) for g in self.tensors if g.name in constants)
+        reasons = (self._size_for_good(guard, tensor, sizes) for guard, tensor in known)
+        return next(filter(None, reasons), None)
+
+    def _size_for_good(
+        self, guard: TensorGuard, tensor: torch.Tensor, sizes: dict[str, int]
+    ) -> str | None:
+        """Why no call with a tensor of this size can be allowed, beside others of these sizes."""
+        if tensor.dim() != len(guard.axes):
+            return f"{guard.name} with {tensor.dim()} axes"
+        for axis, size in zip(guard.axes, tensor.shape, strict=True):
+            # what is arithmetic depends on sizes of other tensors
+            if axis.isidentifier() and sizes.setdefault(axis, size) != size:
+                return f"shapes that do not fit: {axis}"
+            if any(axis == swept for _, swept, _ in self.shapes):
+                continue  # it depends on the shape
+            bounds = self.axes.get(axis)
+            if bounds is not None and (reason := _beyond(axis, size, bounds)):
+                return reason
         return None
 
     def label(self, tensors: tuple[torch.Tensor, ...]) -> str:

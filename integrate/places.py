@@ -6,10 +6,14 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patcher.bench import MissingError, Op, PatcherError, PatchPointSpec, VerificationError
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.points import POINTS, all_specs, entries_of, find_point, present_name
+
+if TYPE_CHECKING:
+    from patcher.integrate.guards import CallGuards
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,27 @@ def of_model(engine: str, point: str, config: Callable[[], Mapping[str, Any]]) -
         ) from error
 
 
-def calls_in_step(engine: str, point: str, config: Mapping[str, Any]) -> int | None:
+def calls_in_step(
+    engine: str, point: str, config: Mapping[str, Any], guards: CallGuards | None = None
+) -> StepCalls | None:
     """How often a step of decode comes by a patch point that has layers in a model; None where
     that is known of a built model alone.
+
+    Args:
+        engine: the engine's name.
+        point: the point's name, present or former.
+        config: the model's config.json.
+        guards: those of a patch; in transformers they are asked about each layer's sizes.
 
     Raises:
         UsageError: the engine cannot build the model.
     """
     counted = _ours(engine, present_name(engine, point), "calls_in_step")
-    found: int | None = None if counted is None else counted(config)
+    found: StepCalls | None = None if counted is None else counted(config, guards)
     return found
 
 
-def _ours(engine: str, name: str, function: str) -> Callable[[Any], Any] | None:
+def _ours(engine: str, name: str, function: str) -> Callable[..., Any] | None:
     """A function of our reader of an engine's models, for a point; None: it does not tell."""
     if engine not in _READERS:
         return None

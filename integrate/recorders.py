@@ -67,7 +67,8 @@ def recorder(
 ) -> Iterator[Recorder]:
     """Record calls at a patch point while a block runs, in this process.
 
-    The file is written after each call that is recorded, and at the end.
+    The file is written at the end, and each call that is recorded beside it before; see
+    `patcher.bench.judge.call_recording`.
 
     Args:
         engine: the engine's name.

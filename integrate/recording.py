@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from patcher.bench import Contract, UsageError
-from patcher.bench.judge.recording import (
+from patcher.bench.judge.call_recording import (
     ALIGNED,
     CallRecording,
     RecordedCall,
@@ -28,6 +28,7 @@ from patcher.bench.judge.recording import (
     dtype_name,
     kept,
     name_of,
+    write_part,
     write_recording,
 )
 from patcher.integrate.activation import contract_guards
@@ -152,7 +153,7 @@ class Recorder(Dispatcher):
         )
 
     def write(self) -> None:
-        """Write the file with what is recorded so far."""
+        """Write the whole file; until then each call that is recorded is a part of its own."""
         with self._lock:
             write_recording(self.file, self.record(), self._values)
 
@@ -242,7 +243,7 @@ class Recorder(Dispatcher):
                 number=call.number, tensors=recorded, scalars=scalars, refusal=call.refusal
             )
         )
-        write_recording(self.file, self.record(), self._values)
+        write_part(self.file, self.record(), fresh)
 
 
 def _guards(contract: Contract, device: str) -> CallGuards:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -257,7 +258,7 @@ def unseen_by_workers() -> UsageError | None:
             return UsageError(
                 f"{name} is set and TLLM_{name} is not: TensorRT-LLM passes only variables that "
                 "begin with TLLM or TRTLLM to its workers, so they would run unpatched",
-                f"export TLLM_{name}={os.environ[name]}",
+                f"export TLLM_{name}={shlex.quote(os.environ[name])}",
             )
     return None
 

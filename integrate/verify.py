@@ -134,12 +134,15 @@ def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
 
 def _model(patch: Patch, model: Mapping[str, Any]) -> str:
     """What the patch point says of a model; other engines look for their layers in a built one."""
+    from patcher.integrate.activation import guards_of  # it checks by what is here
+
     target = patch.manifest.target
     says = of_model(target.engine, target.point, lambda: model)
     if says is None:
         return f"{target.point} of {target.engine} looks for its layers when a model is built"
-    calls = calls_in_step(target.engine, target.point, model)
-    return says if calls is None else f"{says}; a step of decode calls them {calls:,} times"
+    calls = calls_in_step(target.engine, target.point, model, guards_of(patch.manifest))
+    often = "an unknown number of times until it is loaded" if calls is None else str(calls)
+    return f"{says}; a step of decode calls them {often}"
 
 
 def _files(patch: Patch) -> str:

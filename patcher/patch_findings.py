@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import site
 from collections.abc import Callable
 from importlib.metadata import distributions, entry_points
@@ -91,7 +92,7 @@ def _receipts() -> Finding:
     said = "; ".join(
         f"{patch_id} never ran: {why or 'not installed'}" for patch_id, why in idle.items()
     )
-    fix = f"see `patcher receipts {folder}`; revert what is not needed"
+    fix = f"see `patcher receipts {shlex.quote(str(folder))}`; revert what is not needed"
     return Finding(name="receipts", status="warn", detail=said, fix=fix)
 
 

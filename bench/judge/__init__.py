@@ -91,7 +91,7 @@ class JudgeSettings:
     """CUDA: whether a candidate that passed all other checks must also pass compute-sanitizer."""
     recorded: Path | None = None
     """Calls that an engine was seen to make, which a candidate must get right too; see
-    `patcher.bench.judge.recorded`."""
+    `patcher.bench.judge.engine_cases`."""
 
 
 def evaluate(

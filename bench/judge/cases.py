@@ -24,9 +24,9 @@ from patcher.bench.judge.accuracy import (
 )
 from patcher.bench.judge.baseline_errors import carried_over
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
+from patcher.bench.judge.call_recording import EngineCall
 from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
-from patcher.bench.judge.recording import EngineCall
 from patcher.bench.ops.codes import nudge
 from patcher.bench.ops.contract import Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of

@@ -24,10 +24,10 @@ from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.device_code import DeviceCode
+from patcher.bench.judge.engine_cases import recorded_cases, told
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Runner
-from patcher.bench.judge.recorded import recorded_cases, told
 from patcher.bench.judge.regimes import require_seeded
 from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
 from patcher.bench.judge.tripwires import Tripwires

@@ -4,9 +4,10 @@ so that what one compiles disturbs another less: `python -m patcher.bench.lab.gp
 
 PLAN is TOML, a table a job, tried in the order of the file: `run` (a bash command, in OUT), `gpus`
 (default 1), `limit_s`, `after` (jobs that have to have ended), `setup` (a file of the environment
-that is sourced first). Words like `{this}` in them are replaced by `--set this=...`. Of each job
-OUT/jobs/NAME.log is what it printed and OUT/jobs/NAME.json how it ended; a second call runs what
-has not ended with 0. OUT/queue.txt is the state of all.
+that is sourced first). Words like `{this}` in them are replaced by `--set this=...`, in `run` as
+one word of the shell, whatever spaces it has; `{these...}` are several, as they are given. Of each
+job OUT/jobs/NAME.log is what it printed and OUT/jobs/NAME.json how it ended; a second call runs
+what has not ended with 0. OUT/queue.txt is the state of all.
 
 `--detach` leaves a queue that outlives the shell and all of its process group; `--look SECONDS`
 waits for it so long, tells how its jobs stand, and fails at once if it does not run.
@@ -73,13 +74,14 @@ def read_plan(path: Path, values: Mapping[str, str], only: Iterable[str] = ()) -
     if unknown := sorted(chosen - set(tables)):
         raise PlanError(f"{path} has no job {', '.join(unknown)}, but {', '.join(tables)}")
 
-    def filled(text: str) -> str:
+    def filled(text: str, of_shell: bool) -> str:
         def value(found: re.Match[str]) -> str:
             if found[1] not in values:
                 raise PlanError(f"{path}: no value for {found[0]}: add --set {found[1]}=...")
-            return values[found[1]]
+            given = values[found[1]]
+            return shlex.quote(given) if of_shell and not found[2] else given
 
-        return re.sub(r"\{([a-z_0-9]+)\}", value, text)
+        return re.sub(r"\{([a-z_0-9]+)(\.\.\.)?\}", value, text)
 
     jobs: list[GpuJob] = []
     known = set[str]()
@@ -90,7 +92,8 @@ def read_plan(path: Path, values: Mapping[str, str], only: Iterable[str] = ()) -
         if chosen and name not in chosen:
             continue
         fields: dict[str, Any] = {
-            key: filled(value) if isinstance(value, str) else value for key, value in table.items()
+            key: filled(value, key == "run") if isinstance(value, str) else value
+            for key, value in table.items()
         }
         fields["after"] = tuple(fields.get("after", ()))
         try:

@@ -8,8 +8,11 @@ of them here, in an order that no candidate code has seen.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any
+
+from .images import mapped_paths
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
@@ -40,11 +43,10 @@ class Cuda:
     """Calls of this process's CUDA runtime. Pointers and handles are integers, sizes bytes."""
 
     def __init__(self) -> None:
-        with open("/proc/self/maps", encoding="utf-8") as file:
-            paths = {line.split()[-1] for line in file if "libcudart" in line}
+        paths = [path for path in mapped_paths() if "libcudart" in os.path.basename(path)]
         if not paths:
             raise CudaError("no libcudart in this process: a CUDA build of torch is needed")
-        self._library = ctypes.CDLL(sorted(paths)[0])
+        self._library = ctypes.CDLL(paths[0])
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:

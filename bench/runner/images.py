@@ -167,8 +167,7 @@ def cupti() -> Any:
     Raises:
         OSError: there is none.
     """
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        loaded = sorted({line.split()[-1] for line in file if "/libcupti.so" in line})
+    loaded = [path for path in mapped_paths() if "/libcupti.so" in path]
     folders = [path for path in sys.path if path.endswith("-packages")]
     patterns = (
         *(f"{folder}/nvidia/*/lib/libcupti.so.1*" for folder in folders),
@@ -274,11 +273,15 @@ def fat_binaries(path: str) -> Iterator[bytes]:
             offset += header + length
 
 
+def mapped_paths() -> list[str]:
+    """What this process has mapped by a path, which may have spaces, in order."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sorted({line.rstrip("\n").split(maxsplit=5)[-1] for line in file if "/" in line})
+
+
 def mapped_files(most_bytes: int) -> list[str]:
     """Files that this process has mapped, the smallest first, without those that are larger."""
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in file if "/" in line}
-    sizes = {path: os.path.getsize(path) for path in paths if os.path.isfile(path)}
+    sizes = {path: os.path.getsize(path) for path in mapped_paths() if os.path.isfile(path)}
     return sorted(
         (path for path in sizes if sizes[path] <= most_bytes), key=lambda path: sizes[path]
     )

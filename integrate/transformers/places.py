@@ -7,19 +7,23 @@ source was not read before is built, to see what it computes.
 from __future__ import annotations
 
 import json
-import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import quantization, stated_sizes, text_part
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.source_parts import chosen_classes, class_digests
-from patcher.integrate.source_tree import SourceTree
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
+from patcher.integrate.transformers.model_files import TransformersTree, folder_of, modeling_file
 from patcher.integrate.transformers.role_sources import says
+
+if TYPE_CHECKING:
+    from patcher.integrate.guards import CallGuards
 
 LAYERS: Mapping[str, str | None] = {
     "gpt_oss.decoder_layer": "gpt_oss",
@@ -51,13 +55,6 @@ ROLES: Mapping[str, str] = {
 """What is said of a model without layers of a point, by those that a built model is asked for."""
 EXPERTS_ALONE = ("mxfp4",)
 """Formats of weights for which transformers puts in other experts, and leaves linear layers."""
-
-
-class TransformersTree(SourceTree):
-    """A folder that holds the package `transformers`."""
-
-    package: ClassVar[str] = "transformers"
-    title: ClassVar[str] = "transformers"
 
 
 def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
@@ -125,7 +122,7 @@ def _but_quantised(point: str, config: Mapping[str, Any]) -> str:
 def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
     """What each file of a model says of a point by itself; None: only a built model tells."""
     for each in _names(config):
-        file = _modeling_file(each)
+        file = modeling_file(each)
         if file is not None and point == "linear":
             yield "nn.Linear(" in file.read_text(encoding="utf-8") or None
         elif file is not None:
@@ -135,7 +132,7 @@ def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
 def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:
     """The classes of norms in a model that a point takes."""
     for each in _names(config):
-        found, file = list(dict.fromkeys(norm_classes(each, NORMS[point][0]))), _modeling_file(each)
+        found, file = list(dict.fromkeys(norm_classes(each, NORMS[point][0]))), modeling_file(each)
         chosen = file is not None and set(found) <= chosen_classes(file)
         # settings say whether the model has it, which only a model without weights tells
         if found and (not chosen or _builds(config, found)):
@@ -163,7 +160,7 @@ def _mlps_in(config: Mapping[str, Any]) -> list[str]:
     """The classes of MLPs in a model that `gated_mlp` takes."""
     text = text_part(config)
     for each in _names(config):
-        file, settings = _modeling_file(each), _folder(each)
+        file, settings = modeling_file(each), folder_of(each)
         silu = [
             name
             for name, setting in ({} if file is None else mlp_classes(file)).items()
@@ -176,12 +173,15 @@ def _mlps_in(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+def calls_in_step(
+    point: str, config: Mapping[str, Any], guards: CallGuards | None = None
+) -> StepCalls | None:
     """How often a step of decode comes by a patch point, by a model without weights.
 
     Args:
         point: the point's name.
         config: the model's config.json; `of_model` has found that it has layers of the point.
+        guards: those of a patch, which may refuse what a layer holds by its size.
 
     Returns:
         The number of calls; None where the model's code does not run without weights, or if its
@@ -193,12 +193,11 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     import torch
 
     from patcher.integrate.transformers.parts import UNTRIED
+    from patcher.integrate.transformers.points import POINTS
 
+    kind: Any = POINTS[point]
     if LAYERS[point] is not None:
-        from patcher.integrate.transformers.points import POINTS
-
-        kind: Any = POINTS[point]
-        return stated_sizes(config).layers * int(kind.calls_per_layer)
+        return StepCalls(stated_sizes(config).layers * int(kind.calls_per_layer))
     if _but_quantised(point, config):
         return None
     if point in ROLES:
@@ -210,12 +209,15 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     else:
         names = _norms_in(point, config) if point in NORMS else _mlps_in(config)
         model = without_weights(config, torch.bfloat16).eval()  # experts' kernels take no float32
-        found = [each for each in model.modules() if type(each).__name__ in names]
-    calls = 0
+        # one without a weight may be of the same class
+        holds = kind(model).of_role
+        found = [each for each in model.modules() if type(each).__name__ in names and holds(each)]
+    constants, calls = kind(model).constants, StepCalls()
 
-    def count(*_: Any) -> None:
+    def count(module: Any, *_: Any) -> None:
         nonlocal calls
-        calls += 1
+        refusal = None if guards is None else guards.refusal_of_sizes(constants(module))
+        calls += StepCalls(1) if refusal is None else StepCalls(refused=Counter([refusal]))
 
     hooks = [module.register_forward_pre_hook(count) for module in found]
     try:
@@ -238,7 +240,7 @@ def _names(config: Mapping[str, Any]) -> list[str]:
     """
     kind = str(config.get("model_type"))
     names = list(dict.fromkeys([str(text_part(config).get("model_type", kind)), kind]))
-    if all(_folder(each) is None for each in names):
+    if all(folder_of(each) is None for each in names):
         raise VerificationError(
             f"transformers {TransformersTree.installed().version()} has no architecture {kind!r}",
             "take an engine that has it, or check `model_type` in its config.json",
@@ -275,7 +277,7 @@ def default_activation(architecture: str) -> str | None:
     Raises:
         MissingError: transformers is not installed.
     """
-    folder = _folder(architecture)
+    folder = folder_of(architecture)
     if folder is None:
         return None
     found = (stated_activation(folder, name) for name in ("hidden_activation", "hidden_act"))
@@ -288,7 +290,7 @@ def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
     Raises:
         MissingError: transformers is not installed.
     """
-    file = _modeling_file(architecture)
+    file = modeling_file(architecture)
     if file is None:
         return
     for name, digest in class_digests(file, "Norm"):
@@ -301,44 +303,6 @@ def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
             computes = class_computes(f"transformers.models.{file.parent.name}.{file.stem}", name)
         if computes == op:
             yield name
-
-
-def _models() -> Path:
-    return TransformersTree.installed().folder / "transformers/models"
-
-
-def _modeling_file(architecture: str) -> Path | None:
-    """The file that has the model of an architecture; that of `internlm3` is Llama's."""
-    folder = _folder(architecture)
-    if folder is None:
-        return None
-    own = folder / f"modeling_{folder.name}.py"
-    if own.is_file():
-        return own
-    return _file_of_another(_models(), architecture)
-
-
-@cache
-def _file_of_another(models: Path, architecture: str) -> Path | None:
-    """The file of another architecture that has the model of this one: all files are read."""
-    table = (models / "auto/modeling_auto.py").read_text(encoding="utf-8")
-    for name in re.findall(rf'\("{re.escape(architecture)}", "(\w+)"\)', table):
-        for file in sorted(models.glob("*/modeling_*.py")):
-            if f"\nclass {name}(" in file.read_text(encoding="utf-8"):
-                return file
-    return None
-
-
-def _folder(architecture: str) -> Path | None:
-    """The folder of an architecture; that of `gemma3_text` is `gemma3`, as its files say."""
-    models = _models()
-    if re.fullmatch(r"[\w-]+", architecture) and (models / architecture).is_dir():
-        return models / architecture
-    mark = f'model_type = "{architecture}"'
-    for file in sorted(models.glob("*/configuration_*.py")):
-        if mark in file.read_text(encoding="utf-8"):
-            return file.parent
-    return None
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -56,9 +56,10 @@ def _rotates(file: Path) -> bool | None:
     here = dict(rotations(file))
     if not here:
         return None if "import apply_rotary" in file.read_text(encoding="utf-8") else False
+    known = {name: node for name, node, _ in definitions(file)}
     calls = [
-        (function, may or not _is_called_alone(node))
-        for name, node, _ in definitions(file)
+        (function, may or not (_is_called_alone(node) and _keeps_config(known, name)))
+        for name, node in known.items()
         if name.endswith(".forward")
         for function, may in _calls(node, here, False)
     ]
@@ -83,6 +84,13 @@ def _adds(file: Path) -> bool | None:
     if any(isinstance(layer_text(each), LayerText) for each in forwards):
         return None
     return None if re.search(r"import \w*Layer\b", file.read_text(encoding="utf-8")) else False
+
+
+def _keeps_config(known: Mapping[str, ast.FunctionDef], forward: str) -> bool:
+    """Whether an attention has its model's configuration, by which it and its angles are tried."""
+    made = known.get(forward.removesuffix("forward") + "__init__")
+    stores = (node for node in ast.walk(made) if isinstance(node, ast.Attribute)) if made else ()
+    return any(each.attr == "config" and isinstance(each.ctx, ast.Store) for each in stores)
 
 
 def _routes(file: Path) -> bool | None:

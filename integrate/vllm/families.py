@@ -22,6 +22,8 @@ from patcher.integrate.vllm.tree import Tree
 _MODELS = "vllm.model_executor.models"
 _FLAT = "vllm.models"
 _OTHER_DEVICES = frozenset(("amd", "cpu", "xpu"))
+RAW_WEIGHTS = "renormalize=False"
+"""What a definition reaches that makes experts with this argument, and no routing of its own."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,16 @@ def _referred(node: ast.AST) -> set[str]:
     given = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
     found |= {each.attr for each in given if isinstance(each.ctx, ast.Store)}
     texts = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+    if any(_keeps_weights(each) for each in ast.walk(node) if isinstance(each, ast.Call)):
+        found.add(RAW_WEIGHTS)
     return found | {text for text in texts if isinstance(text, str) and text.isidentifier()}
+
+
+def _keeps_weights(call: ast.Call) -> bool:
+    given = {each.arg: each.value for each in call.keywords}
+    renormalised = given.get("renormalize")
+    raw = isinstance(renormalised, ast.Constant) and renormalised.value is False
+    return raw and "custom_routing_function" not in given
 
 
 def _full(module: str) -> str:

@@ -16,8 +16,9 @@ from patcher.bench.engines.architecture import (
     text_part,
 )
 from patcher.bench.engines.vllm_options import EXPERTS
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.transformers.places import default_activation, without_weights
-from patcher.integrate.vllm.families import architectures
+from patcher.integrate.vllm.families import RAW_WEIGHTS, architectures
 from patcher.integrate.vllm.tree import Tree
 
 _MOE = "FusedMoE|FusedMoEFactory"
@@ -47,6 +48,8 @@ class RoleLayers:
     """The activations that it takes, by their names in a config.json; empty for any."""
     settings: tuple[tuple[str, object], ...] = ()
     """What a config.json has to say where it says anything."""
+    instead: tuple[tuple[str, object], ...] = ()
+    """What a config.json may say in place of the last of `names`."""
     plain: bool = False
     """Whether linear layers that are quantised are none of its own."""
     counted: Literal["attention", "experts", "state", "step"] | None = None
@@ -92,7 +95,9 @@ LAYERS: Mapping[str, RoleLayers] = {
     "rms_norm_quant_fp8": RoleLayers((_LINEAR, "RMSNorm"), "fp8"),
     "rope_kv": RoleLayers(("Attention", "get_rope"), counted="attention"),
     "router.grouped_topk": RoleLayers(
-        (_MOE, "e_score_correction_bias|expert_bias"), counted="experts"
+        (_MOE, f"e_score_correction_bias|expert_bias|{RAW_WEIGHTS}"),
+        instead=(("norm_topk_prob", False),),
+        counted="experts",
     ),
     "router.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "router.topk": RoleLayers((_MOE,), settings=(("norm_topk_prob", True),), counted="experts"),
@@ -123,8 +128,9 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
             f"vLLM {tree.version()} has no model {' or '.join(names) or 'without a class'}",
             "see `architectures` in its config.json",
         )
-    one = next(iter(known.values()))
-    if not one.builds(layers.names):
+    one, text = next(iter(known.values())), text_part(model)
+    others = any(text.get(key) == value for key, value in layers.instead)
+    if not one.builds(layers.names[:-1] if others else layers.names):
         raise VerificationError(
             f"{one.name} has no layer of {point}: {one.module} does not refer to "
             f"{' and '.join(layers.names).replace('|', ' or ')}",
@@ -142,19 +148,20 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     return f"{one.name} has layers of {point}, by {one.module}{flat}"
 
 
-def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
+def calls_in_step(point: str, config: Mapping[str, Any], guards: object = None) -> StepCalls | None:
     """How often a step of decode comes by a patch point, by the layers of transformers' model.
 
     Args:
         point: the point's name.
         config: the model's config.json; `of_model` has found that it has layers of the point.
+        guards: not asked, since the sizes of vLLM's layers depend on how many ranks share them.
 
     Returns:
         The number of calls; None where neither config.json nor transformers tells.
     """
     kind = LAYERS[point].counted
     if kind is None or kind == "step":
-        return None if kind is None else 1
+        return None if kind is None else StepCalls(1)
     try:
         plain = {name: value for name, value in config.items() if name != "quantization_config"}
         model = without_weights(plain)
@@ -163,10 +170,11 @@ def calls_in_step(point: str, config: Mapping[str, Any]) -> int | None:
     text = model.config.get_text_config(decoder=True)
     if kind == "experts":
         names = (name for name, _ in model.named_parameters())
-        return len({found[1] for found in map(_OF_EXPERTS.match, names) if found}) or None
+        holders = {found[1] for found in map(_OF_EXPERTS.match, names) if found}
+        return StepCalls(len(holders)) if holders else None
     if not (kinds := layer_kinds(text)):
-        return int(text.num_hidden_layers)
-    return sum(map(keeps_state if kind == "state" else has_cache, kinds))
+        return StepCalls(int(text.num_hidden_layers))
+    return StepCalls(sum(map(keeps_state if kind == "state" else has_cache, kinds)))
 
 
 def must_fit(point: str, model: Mapping[str, Any]) -> None:

@@ -16,7 +16,8 @@ class RecordedCalls:
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self.file: Path = recorder.file
-        """The file, which is written after each call that is recorded."""
+        """The file, which is written when the block ends. Until then, and where its process is
+        killed, what was recorded is beside it in `FILE.parts`, which readers take for it."""
 
     @property
     def seen(self) -> int:

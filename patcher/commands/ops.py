@@ -63,7 +63,7 @@ def ops_observe(
 
     Exit code 0: the outputs are the op's; 1: a call refutes the contract.
     """
-    from patcher.bench.judge.observed import observe
+    from patcher.bench.judge.contract_observation import observe
     from patcher.show.observed import observed_tables
 
     found = observe(file)

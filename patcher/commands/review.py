@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -79,6 +80,7 @@ def _said(word: Any, which: str, reason: str | None, by: str | None, output: Out
         "word": spoken.model_dump(mode="json"),
         "overrules": spoken.overrules,
     }
-    again = f"patcher report {subject.run.name}" if subject.run else "patcher review " + which
+    words = ("report", subject.run.name) if subject.run else ("review", which)
+    again = shlex.join(["patcher", *words])
     output.emit(document, Text(f"{subject.name}: {spoken.told}"), Text(f"next: {again}"))
     return 0

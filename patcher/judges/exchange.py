@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -49,8 +50,8 @@ class ExchangeJudge(RemoteJudge):
         if missing:
             raise WaitingError(
                 f"waiting for {len(missing)} of {len(jobs)} verdicts in {self.folder / 'results'}",
-                f"serve them on a machine that can: patcher worker {self.folder}, "
-                "then: patcher resume",
+                "serve them on a machine that can: patcher worker "
+                f"{shlex.quote(str(self.folder))}, then: patcher resume",
             )
         return [evaluation for evaluation in found if evaluation is not None]
 

@@ -3,6 +3,7 @@ settings."""
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -233,7 +234,8 @@ def require_exchange_folders(run: Run, judge: str | None) -> None:
         if kind == "exchange" and place and not Path(place).exists():
             raise UsageError(
                 f"there is no {place} here, which run {run.id} exchanges files through",
-                f"resume it in the folder where it was begun: patcher resume {run.path.resolve()}; "
+                "resume it in the folder where it was begun: patcher resume "
+                f"{shlex.quote(str(run.path.resolve()))}; "
                 f"or, to ask anew what is open, create {place}",
             )
 

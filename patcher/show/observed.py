@@ -7,7 +7,11 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 from rich.text import Text
 
-from patcher.bench.judge.observed import ContractObservation, ObservedGroup, TensorValues
+from patcher.bench.judge.contract_observation import (
+    ContractObservation,
+    ObservedGroup,
+    TensorValues,
+)
 
 
 def observed_tables(found: ContractObservation) -> Iterator[Table | Text]:

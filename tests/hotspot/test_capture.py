@@ -29,14 +29,16 @@ def at(workload: Workload, *batches: int) -> list[Workload]:
 
 @pytest.fixture
 def nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = nsys_double.installed(tmp_path, 3)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    program = nsys_double.installed(folder, 3)
     monkeypatch.setenv("PATCHER_NSYS", str(program))
     return program
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    folder = tmp_path / "kept"
+    folder = tmp_path / "kept reports"
     folder.mkdir()
     return folder
 
@@ -76,6 +78,13 @@ def test_one_batch_is_one_report_as_it_was(nsys: Path, kept: Path) -> None:
     assert {file.name for file in kept.iterdir()} == {"decode.nsys-rep", "decode.sqlite"}
     command = Path(f"{nsys}.command").read_text().splitlines()
     assert "--capture-range-end=stop" in command
+
+
+def test_a_checkout_may_have_a_space_in_its_path(nsys: Path, kept: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "a checkout"
+    checkout.symlink_to(Path(nsys_double.__file__).parents[1])
+    nsys_double.installed(nsys.parent, 1, str(checkout / "support/nsys_double.py"))
+    assert ranges_of(capture(SERVED, kept)) == {"kernel_of_range_1"}
 
 
 @pytest.mark.parametrize(

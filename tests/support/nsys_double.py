@@ -7,6 +7,7 @@ of its range.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sqlite3
 import stat
@@ -18,10 +19,11 @@ KERNEL = "triton_red_fused_fused_add_rms_norm_1"
 """The kernel that has the number of its range for a name in an export."""
 
 
-def installed(folder: Path, ranges: int) -> Path:
+def installed(folder: Path, ranges: int, script: str = __file__) -> Path:
     """The double as a program in this folder; it keeps its last command of `profile` beside it."""
     program = folder / "nsys"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P {__file__} {ranges} "$0" "$@"\n')
+    line = shlex.join([sys.executable, "-P", script, str(ranges)])
+    program.write_text(f'#!/bin/sh\nexec {line} "$0" "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return program
 

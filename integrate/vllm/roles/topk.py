@@ -16,9 +16,9 @@ from patcher.bench import load_op
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import AttributePatch
+from patcher.integrate.vllm.roles import plain_routing
 
-_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
+_ROUTER = plain_routing.MODULE
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _TOLERANCE = 1e-3
 """Of a routing weight: the engine's kernel divides by a sum, and the op's reference does not."""
@@ -44,7 +44,7 @@ class TopKRouter(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        self._place().must_be_the_engines()
+        plain_routing.place(self.name).must_have_room()
         engine.must_allow_another("router")
         return f"{_ROUTER}.FusedTopKRouter._compute_routing"
 
@@ -55,7 +55,7 @@ class TopKRouter(VllmPoint):
         if layer.is_monolithic:
             return "experts that route by themselves"
         router = layer.router
-        if type(router) is not self._place().owner:
+        if type(router) is not plain_routing.kind():
             return f"routing by {type(router).__name__}"
         reason = _unlike(router)
         if reason is None and not self._computes(router, next(layer.parameters()).device):
@@ -65,14 +65,10 @@ class TopKRouter(VllmPoint):
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        place = self._place()
+        place = plain_routing.place(self.name)
         mask_of = getattr(sources.module(_ROUTER), "_get_padding_mask", None)
-        place.install(_replacement(place.original, kernel, self._left, mask_of))
+        place.install(_part(kernel, self._left, mask_of))
         self._swaps = [place]
-
-    @staticmethod
-    def _place() -> AttributePatch:
-        return AttributePatch(sources.module(_ROUTER).FusedTopKRouter, "_compute_routing")
 
     @torch.no_grad()
     def _computes(self, router: Any, device: torch.device) -> bool:
@@ -96,26 +92,23 @@ def _unlike(router: Any) -> str | None:
     return None if router.renormalize else "weights that are not renormalised"
 
 
-def _replacement(original: Any, kernel: Dispatcher, left: WeakSet[Any], mask_of: Any) -> Any:
-    def _compute_routing(
+def _part(kernel: Dispatcher, left: WeakSet[Any], mask_of: Any) -> plain_routing.Part:
+    def routed(
         router: Any,
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
         indices_type: torch.dtype | None,
-        **more: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if router not in left and _unlike(router) is None:
-            shape, device = (len(router_logits), router.top_k), router_logits.device
-            weights = torch.empty(shape, dtype=torch.float32, device=device)
-            ids = torch.empty(shape, dtype=indices_type or torch.int32, device=device)
-            if kernel(router_logits, weights, ids):
-                padding = None if mask_of is None else mask_of(len(ids))
-                if padding is not None:  # as the engine's kernel does, so that experts skip them
-                    ids.masked_fill_(padding.unsqueeze(1), -1)
-                return weights, ids
-        found: tuple[torch.Tensor, torch.Tensor] = original(
-            router, hidden_states, router_logits, indices_type, **more
-        )
-        return found
+    ) -> plain_routing.Routed | None:
+        if router in left or not plain_routing.is_plain(router):
+            return None
+        shape, device = (len(router_logits), router.top_k), router_logits.device
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        ids = torch.empty(shape, dtype=indices_type or torch.int32, device=device)
+        if not kernel(router_logits, weights, ids):
+            return None
+        padding = None if mask_of is None else mask_of(len(ids))
+        if padding is not None:  # as the engine's kernel does, so that experts skip them
+            ids.masked_fill_(padding.unsqueeze(1), -1)
+        return weights, ids
 
-    return _compute_routing
+    return routed

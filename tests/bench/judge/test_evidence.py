@@ -8,6 +8,7 @@ from NVIDIA/nsight-training (an older form), and from ncu 2025.3.1 on an H200.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -164,7 +165,7 @@ def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Double:
     monkeypatch.delenv("CUDA_HOME", raising=False)
 
     def double(name: str, body: str, **recorded: str) -> Path:
-        folder = tmp_path / "tools"
+        folder = tmp_path / "its tools"
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
         for key, text in recorded.items():
@@ -172,7 +173,7 @@ def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Double:
         tool = folder / name
         tool.write_text(
             "#!/bin/sh\n"
-            f"here={folder}\n"
+            f"here={shlex.quote(str(folder))}\n"
             '[ "$1" = --version ] && echo "Version 2025.3.1.0" && exit\n'
             'asked="$*"\n'
             'while [ "$1" != --log-file ]; do [ "$1" = --tool ] && which=$2; shift; done\n'

@@ -103,14 +103,36 @@ def test_a_part_needs_its_own_values_alone(
     assert "has no job c, but a, b" in capsys.readouterr().err
 
 
-def test_the_plan_of_vllm_names_what_there_is() -> None:
+def test_a_value_is_one_word_of_the_shell_whatever_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "a file; no more").write_text("read")
+    (tmp_path / "an environment").write_text("export GREETING=hello\n")
+    plan = """
+[words]
+setup = "{env}"
+run = "cat {file}; printf ' <%s>' $GREETING {one} {several...}"
+"""
+    values = {
+        "env": str(tmp_path / "an environment"),
+        "file": str(tmp_path / "a file; no more"),
+        "one": "it's $HOME",
+        "several": "--of 'two words'",
+    }
+    given = [word for item in values.items() for word in ("--set", "=".join(item))]
+    assert ran(tmp_path, plan, *given) == 0
+    assert log(tmp_path, "words") == "read <hello> <it's $HOME> <--of> <two words>"
+
+
+def test_the_plan_of_vllm_names_what_there_is(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
-    kernels = root / "kernels"
+    kernels = tmp_path / "a checkout/kernels"
+    kernels.parent.mkdir()
+    kernels.symlink_to(root / "kernels")
     values = {"engine": "engine", "judge": "judge", "kernels": str(kernels), "two": ""}
     values |= {"older": "python-25", "newer": "python-33", "weights": "smollm2", "loops": "loops"}
     jobs = gpu_queue.read_plan(root / "bench/lab/vllm.toml", values)
     assert {"soak", "verdict", "features", "dense", "served", "points"} < {job.name for job in jobs}
-    sources = {word for job in jobs for word in job.run.split() if word.startswith(str(kernels))}
+    words = {word for job in jobs for word in shlex.split(job.run)}
+    sources = {word for word in words if word.startswith(str(kernels))}
     named = [Path(word) for word in sources if Path(word).suffix in (".cu", ".py")]
     assert len(named) >= 8
     assert all(path.is_file() for path in named)

@@ -14,7 +14,7 @@ from tiny_roles import TOKENS, built, run_in
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError
-from patcher.integrate.layers import LayerSurvey
+from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
@@ -213,8 +213,8 @@ def test_layers_that_are_loaded_quantised_are_not_promised(method: str | None) -
         config["quantization_config"] = {"quant_method": method}
     said, calls = of_model("linear", lambda: config), calls_in_step("linear", config)
     if method in ("mxfp4", None):
-        assert (said, calls) == ("llama has layers of linear", 15)
+        assert (said, calls) == ("llama has layers of linear", StepCalls(15))
     else:
         assert said.endswith(f"linear, without those that are loaded quantised ({method})")
         assert calls is None
-    assert calls_in_step("rotation", config) == 2
+    assert calls_in_step("rotation", config) == StepCalls(2)

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 from model_matrix import decoded
-from patch_sample import make_patch
+from patch_sample import evaluation, make_patch
 from tiny_models import KINDS, MORE, model_of
-from transformers_sample import GPT_OSS
+from transformers_sample import GPT_OSS, original_kernel
 
 from patcher import bench
 from patcher.bench import PatcherError, UsageError, VerificationError
 from patcher.bench.engines.architecture import full_config, published_config
 from patcher.bench.engines.causal_model import skeleton
 from patcher.bench.engines.model_config import model_config
-from patcher.integrate import must_fit_model, verify
+from patcher.integrate import Patch, must_fit_model, verify
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers.places import LAYERS, ROLES, of_model
 
@@ -114,6 +115,7 @@ def test_architectures_that_are_no_list_are_left_out(named: object) -> None:
     [
         *("llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gpt_oss", "llama4_text"),
         *("deepseek_v2", "deepseek_v4", "kimi_linear", "mamba2", "granitemoehybrid", "qwen3_next"),
+        *("falcon_h1", "mamba"),
     ],
 )
 def test_a_config_tells_how_often_a_step_comes_by(kind: str, tmp_path: Path) -> None:
@@ -122,14 +124,47 @@ def test_a_config_tells_how_often_a_step_comes_by(kind: str, tmp_path: Path) -> 
     for point in LAYERS:
         with suppress(VerificationError):
             of_model(point, lambda: config)
-            told[point] = str(calls_in_step("transformers", point, config))
-    called = {name: said.split(" of ")[-1] for name, said in decoded(kind, tmp_path).items()}
-    assert told == called, "what a decoded step called"
+            guards = original_kernel(point, bounded=True).guards
+            told[point] = calls_in_step("transformers", point, config, guards)
+    ran = {name: said.split(" of ") for name, said in decoded(kind, tmp_path).items()}
+    promised = {
+        name: [str(calls.taken), *([str(calls.total)] if calls.refused else [])]
+        for name, calls in told.items()
+        if calls
+    }
+    assert promised == ran, "what a decoded step ran"
 
 
 def test_a_model_whose_code_needs_weights_does_not_tell_how_often(tmp_path: Path) -> None:
     config = full_config(model_of(tmp_path, "jetmoe", **MORE["jetmoe"]))
     assert calls_in_step("transformers", "norm", config) is None
+
+
+def test_norms_without_a_weight_are_not_promised(tmp_path: Path) -> None:
+    """Those of values, of the same class as the others."""
+    config = full_config(model_of(tmp_path, "gemma4_unified_text", num_experts=4))
+    assert calls_in_step("transformers", "norm", config) == StepCalls(13)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", "15 times"),
+        ("mamba", "5 times; not 2 times: outer no multiple of 8"),
+        ("jetmoe", "an unknown number of times until it is loaded"),
+    ],
+)
+def test_verify_tells_what_the_guards_refuse(kind: str, said: str, tmp_path: Path) -> None:
+    op, source = bench.load_op("linear"), "// linear\n"
+    candidate = bench.Candidate(op=op.name, language=bench.Language.CPP, source=source)
+    judged = evaluation(candidate).model_copy(update={"op": op.name})
+    patch = Patch.create(
+        tmp_path / "patch", op, candidate, judged, engine="transformers", made_by="test"
+    )
+    config = full_config(model_of(tmp_path / kind, kind, **{**KINDS, **MORE}[kind]))
+    told = verify(patch, config).checks[-1]
+    assert told.passed
+    assert told.detail.endswith(f" of linear; a step of decode calls them {said}")
 
 
 def test_verify_tells_how_often_a_step_comes_by(tmp_path: Path) -> None:

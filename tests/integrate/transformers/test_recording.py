@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ import transformers
 import patcher
 from patcher.bench import Candidate, Language, Outcome, UsageError, VerificationError, load_op
 from patcher.bench.judge import JudgeSettings, open_judge
-from patcher.bench.judge.observed import observe
-from patcher.bench.judge.recording import read_recording, write_recording
+from patcher.bench.judge.call_recording import parts_of, read_recording, write_recording
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.recording import NOT_TOLD, RECORDED, RecordingLimits
 
@@ -140,6 +143,69 @@ def test_what_compiled_code_or_gradients_keep_is_not_recorded(tmp_path: Path) ->
         }
     torch._dynamo.reset()
     assert observe(file).groups == ()
+
+
+@torch.inference_mode()
+def test_each_call_is_written_once_and_read_before_the_end(tmp_path: Path) -> None:
+    model, file = built(), tmp_path / "calls.safetensors"
+    file.write_bytes(b"of an earlier block")
+    folder = parts_of(file)
+    seen: dict[str, int] = {}
+    with recorder("transformers", "norm", file, model) as found:
+        for tokens in (TOKENS, TOKENS[:, :1], TOKENS[:, :2]):
+            model(tokens)
+            written = {each.name: each.stat().st_mtime_ns for each in folder.iterdir()}
+            assert len(written) == len(found.calls) > len(seen)
+            assert seen.items() <= written.items(), "what was written stays as it is"
+            seen = written
+        # 16 + 2 + 4 rows in and out, and a weight, of each of seven norms, kept once
+        held = sum(each.stat().st_size for each in folder.iterdir())
+        assert found._bytes < held < found._bytes + 16 * 16_000, "values once, and the headers"
+        before, calls = read_recording(file, NORM.contract)
+        assert len(calls) == len(found.calls)
+        assert read_recording(folder, NORM.contract)[0] == before, "the folder by its own name"
+        model(TOKENS)
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    whole, again = read_recording(file, NORM.contract)
+    assert (whole.calls[: len(before.calls)], whole.seen) == (before.calls, found.seen)
+    for one, other in zip(calls, again, strict=False):
+        assert one.inputs["input"].equal(other.inputs["input"])
+        assert one.outputs["output"].equal(other.outputs["output"])
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+from patcher.integrate.recorders import recorder
+sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=4, **sizes)).eval()
+with torch.inference_mode(), recorder("transformers", "norm", Path(sys.argv[1]), model):
+    model(torch.ones(2, 8, dtype=torch.int64))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_calls_of_a_process_that_was_killed_are_there(tmp_path: Path) -> None:
+    file = tmp_path / "calls.safetensors"
+    ended = subprocess.run([sys.executable, "-P", "-c", KILLED, file], capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not file.exists()
+    found = observe(file)
+    assert {group.finding for group in found.groups} == {"confirmed"}
+    calls = sum(len(group.calls) for group in found.groups)
+    assert 2 <= calls <= found.seen <= 7, "those until the last that was recorded"
+    # a call that was being written, and one of which only the next is there
+    (parts_of(file) / f".000{calls}.safetensors.1234abcd").write_bytes(b"half")
+    assert observe(file) == found
+    (parts_of(file) / "0000.safetensors").unlink()
+    with pytest.raises(UsageError, match="is damaged"):
+        read_recording(file, NORM.contract)
+    model = built()
+    with torch.inference_mode(), patcher.recorded(model, "norm", file, calls=2):
+        model(TOKENS)
+        assert len(read_recording(file, NORM.contract)[1]) == 2, "the former parts are gone"
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,12 @@ def test_what_was_read_is_what_each_does() -> None:
 @pytest.mark.parametrize(
     ("point", "there", "nowhere", "by_settings"),
     [
-        ("rotation", "llama qwen3 gpt_oss phi3", "mamba2 gpt2 llama4", "deepseek_v3 smollm3 glm"),
+        (
+            "rotation",
+            "llama qwen3 gpt_oss phi3",
+            "mamba2 gpt2 llama4",
+            "deepseek_v3 smollm3 glm gpt_neox_japanese",
+        ),
         ("router", "mixtral gpt_oss granitemoe", "llama mamba2 gemma3", "qwen3_moe olmoe jamba"),
     ],
 )
@@ -48,14 +53,16 @@ def test_a_file_says_what_no_setting_decides(
         ("x, position_embeddings, *, lengths", None),
     ],
 )
+@pytest.mark.parametrize("kept", ["config", "size"])
 def test_what_an_attention_also_needs_is_known_of_a_built_model_alone(
-    taken: str, said: bool | None, tmp_path: Path
+    taken: str, said: bool | None, kept: str, tmp_path: Path
 ) -> None:
     own = FILES["llama"].read_text(encoding="utf-8")
     head = own[own.index("def rotate_half") : own.index("def repeat_kv")]
     forward = f"    def forward(self, {taken}):\n        apply_rotary_pos_emb(x, x, 1, 1)\n"
-    (file := tmp_path / "modeling_own.py").write_text(f"{head}\nclass Own:\n{forward}")
-    assert says("rotation", file) is said
+    made = f"    def __init__(self, config):\n        self.{kept} = config\n\n"
+    (file := tmp_path / "modeling_own.py").write_text(f"{head}\nclass Own:\n{made}{forward}")
+    assert says("rotation", file) is (said if kept == "config" else None)
 
 
 def test_files_are_read_without_an_import_of_what_takes_seconds() -> None:

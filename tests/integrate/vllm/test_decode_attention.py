@@ -18,8 +18,8 @@ from vllm_gpu import flash
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher.bench import VerificationError
-from patcher.bench.judge.observed import observe
-from patcher.bench.judge.recording import read_recording
+from patcher.bench.judge.call_recording import read_recording
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm import engine
 from patcher.integrate.vllm.points import POINTS

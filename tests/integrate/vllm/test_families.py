@@ -13,6 +13,7 @@ from vllm_here import needs_vllm
 from patcher import bench
 from patcher.bench.engines.architecture import published_config
 from patcher.integrate import Patch, verify
+from patcher.integrate.layers import StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.vllm import families
 from patcher.integrate.vllm.places import LAYERS, RoleLayers, of_model
@@ -121,7 +122,8 @@ def test_a_patch_says_whether_a_model_has_layers_for_it(
 
     assert says(architectures=["LlamaForCausalLM"]) == (
         True,
-        "LlamaForCausalLM has layers of add_norm, by vllm.model_executor.models.llama",
+        "LlamaForCausalLM has layers of add_norm, by vllm.model_executor.models.llama; a step of "
+        "decode calls them an unknown number of times until it is loaded",
     )
     passed, why = says(architectures=["Step5ForCausalLM"])
     assert not passed
@@ -150,10 +152,11 @@ def test_a_config_tells_how_often_a_step_comes_by(
 ) -> None:
     config = published_config(model)
     points = "decode_attention", "experts.fp8_block", "mamba2_decode"
-    told = [calls_in_step("vllm", point, config) for point in points]
+    found = [calls_in_step("vllm", point, config) for point in points]
+    told = [each and each.taken for each in found]
     # whether it has layers with a state is for `of_model` to say
     assert tuple(told[: 3 if calls[2] else 2]) == calls[: 3 if calls[2] else 2]
-    assert calls_in_step("vllm", "sampler.greedy", config) == 1
+    assert calls_in_step("vllm", "sampler.greedy", config) == StepCalls(1)
     assert calls_in_step("vllm", "add_norm", config) is None, "not by the config alone"
     assert calls_in_step("vllm", "decode_attention", {**config, "model_type": "newest"}) is None
 
@@ -208,3 +211,38 @@ def test_vllms_own_registry_is_read() -> None:
     assert shown["LlamaForCausalLM"].builds(("RMSNorm", "RowParallelLinear", "get_rope"))
     assert not shown["LlamaForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
     assert shown["Qwen3MoeForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
+
+
+_ROUTED = """
+from vllm.model_executor.layers.fused_moe import FusedMoE
+class ModelForCausalLM:
+    def __init__(self, config): self.experts = FusedMoE(1, {arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stated", "taken"),
+    [
+        ("renormalize=False", None, True),
+        ("renormalize=False, custom_routing_function=own", None, False),
+        ("renormalize=config.norm_topk_prob", False, True),
+        ("renormalize=config.norm_topk_prob", True, False),
+        ("renormalize=config.norm_topk_prob", None, False),
+        ("e_score_correction_bias=bias.e_score_correction_bias", True, False),
+    ],
+)
+def test_routers_without_renormalised_weights_are_promised_to_the_point_that_takes_them(
+    arguments: str, stated: bool | None, taken: bool, tree: Tree
+) -> None:
+    models = tree.folder / "vllm/model_executor/models"
+    (models / "model.py").write_text(_ROUTED.format(arguments=arguments))
+    table = '_MODELS = {"ModelForCausalLM": ("model", "ModelForCausalLM")}\n'
+    (models / "registry.py").write_text(table)
+    config = {"architectures": ["ModelForCausalLM"]}
+    config |= {} if stated is None else {"norm_topk_prob": stated}
+    if taken:
+        said = of_model("router.grouped_topk", lambda: config)
+        assert said.startswith("ModelForCausalLM has layers of router.grouped_topk")
+    else:
+        with pytest.raises(bench.VerificationError, match=r"has no layer of router\.grouped_topk"):
+            of_model("router.grouped_topk", lambda: config)

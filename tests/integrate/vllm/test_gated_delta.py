@@ -12,8 +12,8 @@ from feature_matrix import feature
 from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
-from patcher.bench.judge.observed import observe
-from patcher.bench.judge.recording import read_recording
+from patcher.bench.judge.call_recording import read_recording
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.survey import survey
 

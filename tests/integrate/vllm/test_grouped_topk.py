@@ -1,9 +1,10 @@
-"""vLLM's routers that choose by groups or with a bias, with doubles for its C kernels. The function
-of the grouped one is the engine's own, not compiled; its fused kernel needs a GPU."""
+"""vLLM's routers that choose by groups, with a bias or by sigmoid, with doubles for its C kernels.
+The function of the grouped one is the engine's own, not compiled; its fused kernel needs a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def engines(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     def double(sigmoid: bool) -> Any:
         def run(weights: Any, ids: Any, _: Any, logits: Any, renormalise: bool, *more: Any) -> None:
             rows.append(len(logits))
-            bias, scaling = (*more, 1.0)[:2]
+            bias, scaling = (*more, *(None, 1.0)[len(more) :])[:2]
             scores = logits.sigmoid() if sigmoid else logits.softmax(1)
             values = scores if bias is None else scores + bias
             order = values.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
@@ -86,6 +87,11 @@ def biased(bias: torch.Tensor | None = BIAS, **settings: Any) -> Any:
     return home("fused_topk_bias_router").FusedTopKBiasRouter(TOP_K, EXPERTS, **known)
 
 
+def plain(bias: None = None, **settings: Any) -> Any:
+    known = {"scoring_func": "sigmoid"} | settings
+    return home("fused_topk_router").FusedTopKRouter(TOP_K, EXPERTS, **known)
+
+
 def logits_of(dtype: torch.dtype = torch.float32, experts: int = EXPERTS) -> torch.Tensor:
     return torch.linspace(-3, 3, TOKENS * experts).sin().mul(4).view(TOKENS, experts).to(dtype)
 
@@ -123,6 +129,9 @@ CASES = [
     (grouped, {"routed_scaling_factor": -1.5}),
     (biased, {}),
     (biased, {"scoring_func": "softmax", "renormalize": False, "routed_scaling_factor": 1.0}),
+    (plain, {}),
+    (plain, {"renormalize": False}),
+    (plain, {"scoring_func": "softmax", "renormalize": False}),
 ]
 
 
@@ -149,6 +158,33 @@ def test_tokens_go_where_the_engine_sends_them(
     assert same(route(router), expected)
 
 
+@pytest.mark.parametrize("order", [("router.topk", POINT), (POINT, "router.topk")])
+def test_the_points_of_one_class_take_their_own_routers(
+    order: tuple[str, str], engines: list[int]
+) -> None:
+    owner = home("fused_topk_router").FusedTopKRouter
+    stock = owner._compute_routing
+    of_topk = shipped("moe_topk", T=torch.float32, S=torch.float32, I=torch.int32)
+    kernels = {POINT: kernel_of(), "router.topk": of_topk}
+    routers = {POINT: plain(), "router.topk": plain(scoring_func="softmax")}
+    expected = {name: route(router) for name, router in routers.items()}
+    with ExitStack() as stack:
+        stack.enter_context(patched(order[1], kernels[order[1]]))
+        with patched(order[0], kernels[order[0]]):
+            for name, router in routers.items():
+                engines.clear()
+                assert same(route(router), expected[name])
+                assert not engines
+        assert same(route(routers[order[1]]), expected[order[1]])
+        assert not engines
+        assert same(route(routers[order[0]]), expected[order[0]])
+        assert engines, "the other point is out"
+    calls = {name: kernel.book.calls.total() for name, kernel in kernels.items()}
+    assert calls == {order[0]: 1, order[1]: 2}
+    assert not any(kernel.book.fallbacks for kernel in kernels.values())
+    assert owner._compute_routing is stock
+
+
 @pytest.mark.parametrize("later", [-BIAS, None])
 def test_a_bias_that_is_loaded_or_taken_away_later_counts(
     later: torch.Tensor | None, engines: list[int]
@@ -170,7 +206,7 @@ def test_calls_beyond_the_guards_are_the_engines(engines: list[int]) -> None:
         "dtype bfloat16/float32/int32/float32": (grouped(), logits_of(torch.bfloat16)),
         "dtype float32/bfloat16/int32/float32": (grouped(BIAS.bfloat16()), logits_of()),
         "n_experts above 512": (grouped(torch.zeros(1024)), logits_of(experts=1024)),
-        "tokens above 64": (biased(), logits_of().repeat(13, 1)),
+        "tokens above 64": (plain(), logits_of().repeat(13, 1)),
         # then the engine routes without groups
         "experts that make no groups": (grouped(num_expert_group=5), logits_of()),
     }
@@ -184,12 +220,13 @@ def test_calls_beyond_the_guards_are_the_engines(engines: list[int]) -> None:
 
 
 @feature("rows of padding that experts skip", "right", POINT)
-@pytest.mark.parametrize("make", [grouped, biased])
+@pytest.mark.parametrize("make", [grouped, biased, plain])
 def test_rows_of_padding_have_no_expert(
     make: Any, engines: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = home("fused_topk_bias_router"), home("grouped_topk_router")
-    if not hasattr(modules[0], "_get_padding_mask"):
+    names = "fused_topk_bias_router", "grouped_topk_router", "fused_topk_router"
+    modules = [home(name) for name in names]
+    if not hasattr(modules[2 if make is plain else 0], "_get_padding_mask"):
         pytest.skip("this vLLM routes rows of padding, too")
     context = SimpleNamespace(is_padding=torch.arange(TOKENS) >= 3)
     for module in modules:
@@ -201,7 +238,7 @@ def test_rows_of_padding_have_no_expert(
         routers.append(make(skip_padding=True))
     for router in routers:
         weights, ids = route(router)
-        assert ids[3:].eq(-1).all() == getattr(router, "skip_padding", make is biased)
+        assert ids[3:].eq(-1).all() == getattr(router, "skip_padding", make is not grouped)
         assert ids[:3].ge(0).all()
         with patched(POINT, kernel := kernel_of()):
             found = route(router)
@@ -211,7 +248,7 @@ def test_rows_of_padding_have_no_expert(
 
 
 @feature("more replicas of an expert (EPLB), the capture of routed experts", "right", POINT)
-@pytest.mark.parametrize("make", [grouped, biased])
+@pytest.mark.parametrize("make", [grouped, biased, plain])
 def test_what_comes_after_the_choice_is_the_engines(
     make: Any, engines: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,10 +274,9 @@ def test_what_comes_after_the_choice_is_the_engines(
 
 @feature("other scores, other routers, experts that route by themselves", "falls back", POINT)
 def test_routers_that_the_op_does_not_describe_have_a_reason(engines: list[int]) -> None:
-    plain = home("fused_topk_router").FusedTopKRouter
     refused = {
         "routing by object": object(),
-        "routing by FusedTopKRouter": plain(TOP_K, EXPERTS),
+        "the routing of router.topk": plain(scoring_func="softmax"),
         "scores by sqrtsoftplus": biased(scoring_func="sqrtsoftplus"),
         "shared experts among those of the router": biased(num_fused_shared_experts=1),
         "experts by the token's id": biased(hash_indices_table=torch.zeros(7, TOP_K)),
@@ -249,13 +285,13 @@ def test_routers_that_the_op_does_not_describe_have_a_reason(engines: list[int])
     }
     if hasattr(biased(), "bias_vl"):
         refused["another bias for images"] = biased(bias_vl=BIAS)
-    layers = [layer_of(each) for each in (grouped(), biased(), *refused.values())]
+    layers = [layer_of(each) for each in (grouped(), biased(), plain(), *refused.values())]
     alone = layer_of(grouped(), alone=True)
     kernel = kernel_of()
     with patched(POINT, kernel) as point:
         seen = survey(point, kernel.guards, [*layers, alone])
         reasons = {"experts that route by themselves": 1, **dict.fromkeys(refused, 1)}
-        assert (seen.taken, dict(seen.refused)) == (2, reasons)
+        assert (seen.taken, dict(seen.refused)) == (3, reasons)
         engines.clear()
         shared = biased(num_fused_shared_experts=1)
         assert route(shared)[1].shape == (TOKENS, TOP_K + 1)

@@ -15,7 +15,7 @@ from vllm_here import config, needs_vllm, patched, shipped
 
 from patcher import bench
 from patcher.bench import VerificationError
-from patcher.bench.judge.observed import observe
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.survey import survey
 from patcher.integrate.vllm import engine

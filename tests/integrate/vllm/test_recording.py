@@ -11,8 +11,8 @@ import torch
 from vllm_here import config, needs_vllm
 
 from patcher.bench import UsageError, load_op
-from patcher.bench.judge.observed import observe
-from patcher.bench.judge.recording import read_recording
+from patcher.bench.judge.call_recording import read_recording
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm.points import POINTS
 

@@ -27,7 +27,7 @@ from vllm_attention import (
 )
 from vllm_here import config, dispatcher, needs_vllm
 
-from patcher.bench.judge.observed import observe
+from patcher.bench.judge.contract_observation import observe
 from patcher.integrate.counts import GraphWatch
 from patcher.integrate.recorders import recorder
 from patcher.integrate.vllm.points import POINTS

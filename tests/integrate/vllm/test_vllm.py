@@ -190,6 +190,8 @@ PLACES = {
         "GroupedTopKRouter._compute_routing",
         "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:"
         "FusedTopKBiasRouter._compute_routing",
+        "vllm.model_executor.layers.fused_moe.router.fused_topk_router:"
+        "FusedTopKRouter._compute_routing",
     ],
     "gated_delta": [
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:"

@@ -26,7 +26,16 @@ from typing import Any
 
 import pytest
 from pydantic import JsonValue
-from served_sample import CLIENT, FAST, JOB, POINTS, SLOW, WORKLOAD, serve_by_doubles
+from served_sample import (
+    CLIENT,
+    FAST,
+    JOB,
+    POINTS,
+    SLOW,
+    SUPPORT,
+    WORKLOAD,
+    serve_by_doubles,
+)
 from typer.testing import CliRunner
 
 from patcher.ab import served, server
@@ -89,11 +98,16 @@ class PatchedSide(SideSetup):
 
 def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> None:
     fast = PatchedSide("fast", {"token_ms": 2, "patch": ID})
-    begun = compare_served(replace(JOB, process_pairs=1), (SLOW, fast), tmp_path, silent)
+    checkout = tmp_path / "a checkout"
+    checkout.symlink_to(SUPPORT)
+    program = str(checkout / "openai_server.py")
+    serve = ("{python}", program, "--port", "{port}")
+    job = replace(JOB, serving=CLIENT.model_copy(update={"serve": serve}))
+    begun = compare_served(replace(job, process_pairs=1), (SLOW, fast), tmp_path, silent)
     assert begun.comparison.verdict == "inconclusive"
     [folder] = tmp_path.glob("served-*")
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("pair-*.json")}
-    result = compare_served(JOB, (SLOW, fast), tmp_path, silent)
+    result = compare_served(job, (SLOW, fast), tmp_path, silent)
     assert result.processes[:2] == begun.processes
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
     # 255 tokens after the first: 4 + 255 x 4 ms against 4 + 255 x 2 ms, at both points
@@ -116,7 +130,9 @@ def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> 
     assert "interval over 2 process pairs" in page
     assert 'class="whisker' not in served_html(begun), "one pair has no interval"
     assert str(Path.home()) not in result.model_dump_json()
-    assert "openai_server.py --port PORT --first-ms 4" in served_markdown(result)
+    lines = [line for line in served_markdown(result).splitlines() if "openai_server.py" in line]
+    started = ["PYTHON", program, "--port", "PORT", "--first-ms", "4"]
+    assert [shlex.split(line) for line in lines] == [started]
     assert served_lines(result)
 
 

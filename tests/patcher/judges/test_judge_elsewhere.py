@@ -139,12 +139,13 @@ def test_what_asks_for_too_much_is_no_job(tmp_path: Path) -> None:
 
 def test_every_job_is_written_before_the_loop_waits_and_then_taken_up(tmp_path: Path) -> None:
     candidates = [NO_ENTRY, cpp("int another;"), NO_ENTRY]
-    judge = ExchangeJudge(tmp_path, QUICK, "r1")
+    folder = tmp_path / "an exchange"
+    judge = ExchangeJudge(folder, QUICK, "r1")
     with pytest.raises(WaitingError, match="3 of 3") as caught:
         judge.evaluate(candidates)
-    assert f"patcher worker {tmp_path}" in caught.value.hint
-    assert len(list((tmp_path / "jobs").iterdir())) == 2
-    jobs, incomplete = serve(tmp_path)
+    assert f"patcher worker '{folder}', then: patcher resume" in caught.value.hint
+    assert len(list((folder / "jobs").iterdir())) == 2
+    jobs, incomplete = serve(folder)
     assert [job.outcome for job in jobs] == ["generation_failure"] * 2
     assert incomplete == ()
     found = judge.evaluate(candidates)

@@ -2,11 +2,20 @@
 
 A recording is one safetensors file, so that reading it runs nothing. Its header says what was
 called, as JSON; its tensors are the values, each kept once, contiguous. Strides are in the header.
+
+While it is made, and after a process that was killed, it is a folder beside that file,
+`FILE.parts`: a safetensors file for each call, with the values that no earlier one has and the
+header so far. So a call is written once, while the engine waits, and a killed process leaves the
+calls before. What reads a recording takes the folder where there is one, by the file's name or its
+own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 
 HEADER = "patcher"
 """The entry of the file's metadata."""
+_SUFFIX = ".safetensors"
 ALIGNED = 16
 """Bytes: `shift` is counted from the multiple of this before a tensor."""
 
@@ -129,11 +139,43 @@ def name_of(value: Tensor) -> str:
 
 
 def write_recording(path: Path, recording: CallRecording, values: Mapping[str, Tensor]) -> None:
-    """Write the file, or leave the one that was there."""
+    """Write the whole file, or leave the one that was there; then its parts go."""
+    _write(path, recording, values)
+    _discard(parts_of(path))
+
+
+def write_part(path: Path, recording: CallRecording, fresh: Mapping[str, Tensor]) -> None:
+    """Write the last call of a recording.
+
+    Args:
+        path: the file of the whole recording, beside which its parts lie.
+        recording: what is known so far.
+        fresh: the values of the last call that no call before it has.
+    """
+    number = len(recording.calls) - 1
+    if number == 0:  # a process that was killed may have left others
+        _discard(parts_of(path))
+    _write(parts_of(path) / f"{number:04d}{_SUFFIX}", recording, fresh)
+
+
+def parts_of(path: Path) -> Path:
+    """The folder of the parts of a recording that is not whole yet."""
+    return path.with_name(f"{path.name}.parts")
+
+
+def _write(path: Path, recording: CallRecording, values: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save
 
     held = {name: as_bytes(value) for name, value in values.items()}
     write_atomically(path, save(held, metadata={HEADER: recording.model_dump_json()}))
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder of parts, if there is one; it is never there by halves."""
+    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 def read_recording(path: Path, contract: Contract) -> tuple[CallRecording, list[EngineCall]]:
@@ -169,6 +211,13 @@ _AGAIN = "record the calls again: see docs/tutorials/write-an-op.md"
 
 
 def _read(path: Path) -> tuple[CallRecording, dict[str, Tensor]]:
+    folder = path if path.is_dir() else parts_of(path)
+    parts = [_read_file(each) for each in sorted(folder.glob(f"*{_SUFFIX}")) or [path]]
+    values = {name: value for _, held in parts for name, value in held.items()}
+    return parts[-1][0], values
+
+
+def _read_file(path: Path) -> tuple[CallRecording, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:

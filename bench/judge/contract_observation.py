@@ -9,9 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from patcher.bench.judge import regimes
-from patcher.bench.judge.placement import SHIFT, placements, strides_of
-from patcher.bench.judge.recorded import EngineError, engine_error
-from patcher.bench.judge.recording import (
+from patcher.bench.judge.call_recording import (
     CallRecording,
     EngineCall,
     RecordedTensor,
@@ -19,6 +17,8 @@ from patcher.bench.judge.recording import (
     read_recording,
     strides_that_matter,
 )
+from patcher.bench.judge.engine_cases import EngineError, engine_error
+from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import decode
 from patcher.bench.ops.contract import Contract, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES

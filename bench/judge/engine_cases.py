@@ -17,6 +17,7 @@ import torch
 from patcher.bench.errors import UsageError, VerificationError
 from patcher.bench.judge import op_calls
 from patcher.bench.judge.accuracy import numbers
+from patcher.bench.judge.call_recording import CallRecording, EngineCall, read_recording
 from patcher.bench.judge.cases import (
     RECORDED,
     Case,
@@ -29,7 +30,6 @@ from patcher.bench.judge.cases import (
     value_problem,
 )
 from patcher.bench.judge.memory_file import CAPACITY
-from patcher.bench.judge.recording import CallRecording, EngineCall, read_recording
 from patcher.bench.ops.dtypes import dtype_of
 from patcher.bench.ops.op import Op
 from patcher.bench.records import Record
