@@ -5,6 +5,7 @@ from __future__ import annotations
 from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
+from patcher.integrate.transformers.experts_sum import ExpertsSums
 from patcher.integrate.transformers.gated_mlp import GatedMlps
 from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
@@ -22,6 +23,7 @@ POINTS: dict[str, type[PatchPoint]] = {
         Linears,
         Routers,
         Rotations,
+        ExpertsSums,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,18 @@ class ProbedPoint(ForwardsPoint):
     @abstractmethod
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
+
+    def would_take(self, layer: Any) -> bool:
+        """Whether a module of the role is taken, in a model whose weights are not in memory: it is
+        tried with others."""
+        held = copy.deepcopy(layer).to_empty(device="cpu")
+        for tensor in (*held.parameters(), *held.buffers()):
+            if tensor.is_floating_point():
+                torch.nn.init.normal_(tensor)
+        try:
+            return self.computes(held)
+        except RuntimeError:  # its settings do not fit together
+            return False
 
     def find(self) -> str:
         """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""

@@ -1,12 +1,10 @@
-"""Which modules of a model without weights the points `linear`, `router` and `rotation` take.
+"""Which modules of a model without weights a point takes that decides by what a module computes.
 
-They decide by what a module computes. Without weights a router is tried with others, and a
-rotation on the shapes that its attention gives it.
+Each such point says itself of a module (`ProbedPoint.would_take`).
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,10 +12,7 @@ from typing import Any
 
 import torch
 
-from patcher.integrate.transformers.linear import Linears
-from patcher.integrate.transformers.rotation import Rotations, rotaries_of
-from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
-from patcher.integrate.transformers.topk_router import Recipe, Routers, recipe_of
+from patcher.integrate.transformers.points import POINTS
 
 
 @lru_cache(maxsize=2)
@@ -34,22 +29,6 @@ def taken(point: str, config: Mapping[str, Any]) -> tuple[Any, list[torch.nn.Mod
     Raises:
         UsageError: transformers cannot build it.
     """
-    model = _built(json.dumps(config))
-    kind: Any = next(each for each in (Linears, Routers, Rotations) if each.name == point)
-    of_role = kind(model).of_role
-    return model, [each for each in model.modules() if of_role(each) and _takes(point, model, each)]
-
-
-def _takes(point: str, model: Any, module: Any) -> bool:
-    if point == Linears.name:
-        return Linears.by_its_class(module) is None
-    if point == Rotations.name:
-        return isinstance(turn_of(module, rotaries_of(model)), HeadRotation)
-    held = copy.deepcopy(module).to_empty(device="cpu")
-    for tensor in (*held.parameters(), *held.buffers()):
-        if tensor.is_floating_point():
-            torch.nn.init.normal_(tensor)
-    try:
-        return isinstance(recipe_of(held), Recipe)
-    except RuntimeError:  # its settings do not fit together
-        return False
+    model, kind = _built(json.dumps(config)), POINTS[point]
+    own: Any = kind(model)
+    return model, [each for each in model.modules() if own.of_role(each) and own.would_take(each)]

@@ -1,4 +1,5 @@
-"""What the files of an architecture alone say of its routers and rotations: read, not imported.
+"""What the files of an architecture alone say of its routers, rotations and experts: read, not
+imported.
 
 An import of transformers takes seconds. So forwards and functions that were tried before, by the
 digests in `roles.json`, are not tried again where no setting of a model chooses among them.
@@ -24,6 +25,8 @@ _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match, ast.Bool
 
 def says(point: str, file: Path) -> bool | None:
     """Whether a model of a file has what a point takes; None where only a built one tells."""
+    if point.startswith("experts"):  # whether a layer has some is a setting
+        return None if "@use_experts_implementation" in file.read_text(encoding="utf-8") else False
     return _rotates(file) if point == "rotation" else _routes(file)
 
 
