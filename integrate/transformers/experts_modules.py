@@ -57,6 +57,15 @@ def not_in_memory(module: Any) -> str | None:
     return None
 
 
+def changed(experts: Any) -> str | None:
+    """Why a module that was tried is another one now; None if it is the same."""
+    if hasattr(experts, "parametrizations"):
+        return "experts' weights are parametrised"
+    if len(experts.down_proj) != experts.num_experts:
+        return "experts are spread over devices"
+    return None
+
+
 def some_calls(experts: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What to try experts on: states [tokens, hidden], choices and weights [tokens, 2], as they
     come from a router; of one expert alone [tokens, 1]."""

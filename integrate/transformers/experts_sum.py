@@ -18,6 +18,7 @@ from patcher.integrate.transformers.experts import forward_with_sum
 from patcher.integrate.transformers.experts_modules import (
     alike,
     are_experts,
+    changed,
     not_in_memory,
     of_another_class,
     some_calls,
@@ -90,15 +91,6 @@ class ExpertsSums(ProbedPoint):
 
 def _refuse(experts: Any, hidden: torch.Tensor) -> str | None:
     return why_not_now(hidden) or changed(experts)
-
-
-def changed(experts: Any) -> str | None:
-    """Why a module that was tried is another one now; None if it is the same."""
-    if hasattr(experts, "parametrizations"):
-        return "experts' weights are parametrised"
-    if len(experts.down_proj) != experts.num_experts:
-        return "experts are spread over devices"
-    return None
 
 
 @torch.no_grad()

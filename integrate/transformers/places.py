@@ -33,6 +33,7 @@ LAYERS: Mapping[str, str | None] = {
     "router": None,
     "rotation": None,
     "experts.sum": None,
+    "experts": None,
 }
 """The architecture that a patch point is of, by its name; None for a role that any may have."""
 NORMS: Mapping[str, tuple[str, str]] = {
@@ -47,6 +48,7 @@ ROLES: Mapping[str, str] = {
     "router": "no router of {} in transformers has the softmax over the chosen logits as scores",
     "rotation": "no attention of {} in transformers turns the halves of a head",
     "experts.sum": "no experts of {} in transformers are run by grouped_mm or batched_mm",
+    "experts": "no experts of {} in transformers compute silu(gate) * up without biases",
 }
 """What is said of a model without layers of a point, by those that a built model is asked for."""
 EXPERTS_ALONE = ("mxfp4",)
