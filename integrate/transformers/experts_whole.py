@@ -36,6 +36,8 @@ from patcher.integrate.transformers.swap import Forward
 from patcher.integrate.transformers.topk_router import settings_of
 
 _OPERATORS = ("silu", "sigmoid", "mul", "split", "chunk")
+_ACTIVATION = "act_fn"
+"""Where most classes have it; others call a function of PyTorch."""
 _GRID = 65
 """Numbers of a probe of the activation."""
 
@@ -93,8 +95,9 @@ class ExpertsWhole(ProbedPoint):
 
 
 def _forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
-    functions, act_fn = own_functions(), experts.act_fn
-    settings = tuple(settings_of(experts).items())
+    functions = own_functions()
+    known = {**settings_of(experts), _ACTIVATION: _now(experts, _ACTIVATION)}
+    settings = tuple(known.items())
     # the activation is no longer called
     onlookers = Onlookers(lambda: (_modules(experts), ()), *map(type, _modules(experts)))
 
@@ -104,12 +107,7 @@ def _forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
             why_not_now(hidden)
             or _of_another_function(experts, functions)
             or changed(experts)
-            or ("the activation was replaced" if experts.act_fn is not act_fn else None)
-            or (
-                "its settings were changed"
-                if any(getattr(experts, name) != was for name, was in settings)
-                else None
-            )
+            or next((_told(name) for name, was in settings if _now(experts, name) != was), None)
             or onlookers.refusal()
         )
         if refusal is not None:
@@ -123,6 +121,14 @@ def _forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
         return original(*args, **more)
 
     return forward
+
+
+def _now(experts: Any, name: str) -> Any:
+    return getattr(experts, name, None)
+
+
+def _told(name: str) -> str:
+    return "the activation was replaced" if name == _ACTIVATION else "its settings were changed"
 
 
 def _arguments(
@@ -179,7 +185,7 @@ def _by_what_it_holds(experts: Any) -> str | None:
     count, hidden, inner = experts.down_proj.shape
     if experts.gate_up_proj.shape != (count, 2 * inner, hidden):
         return "its two matrices do not fit together"
-    if not without_state(experts.act_fn):
+    if not without_state(getattr(experts, _ACTIVATION, torch.nn.functional.silu)):
         return "its activation has a state"
     return _of_another_activation(experts)
 

@@ -150,6 +150,39 @@ def test_what_is_between_the_matmuls_decides(between: Any, said: str | None) -> 
         assert dict(book.layers.refused) == ({} if said is None else {said: 1})
 
 
+def without_a_field(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@torch.inference_mode()
+def test_an_activation_without_a_field_is_taken_where_all_functions_run() -> None:
+    model = built("mixtral")
+    expected = model(TOKENS).logits
+    for number, experts in enumerate(experts_of(model)):
+        parts: dict[str, Any] = {"_apply_gate": without_a_field}
+        if not number:  # `eager` runs without the field, too
+            own = type("Own", (type(experts),), {"forward": eager_of_own, **parts})
+            parts["forward"] = moe.use_experts_implementation(own).forward
+        experts.__class__ = type("Mine", (type(experts),), parts)
+        del experts.act_fn
+    with inside(ExpertsWhole(model), reference_kernel("experts")) as book:
+        assert book.layers is not None
+        [(said, _)] = book.layers.refused.items()
+        assert said.startswith("it cannot be tried alone: ")
+        assert torch.allclose(model(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert book.calls.total() == 1
+
+
+def eager_of_own(self: Any, hidden: torch.Tensor, chosen: Any, gains: Any) -> torch.Tensor:
+    found = torch.zeros_like(hidden)
+    for token, choice in torch.cartesian_prod(*map(torch.arange, chosen.shape)).tolist():
+        expert = chosen[token, choice]
+        inner = self._apply_gate(self.gate_up_proj[expert] @ hidden[token])
+        found[token] += gains[token, choice] * (self.down_proj[expert] @ inner)
+    return found
+
+
 @torch.inference_mode()
 def test_gradients_autocast_hooks_and_changes_run_the_models_own() -> None:
     model = built("mixtral")
