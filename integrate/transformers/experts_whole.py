@@ -185,9 +185,10 @@ def _by_what_it_holds(experts: Any) -> str | None:
     count, hidden, inner = experts.down_proj.shape
     if experts.gate_up_proj.shape != (count, 2 * inner, hidden):
         return "its two matrices do not fit together"
-    if not without_state(getattr(experts, _ACTIVATION, torch.nn.functional.silu)):
-        return "its activation has a state"
-    return _of_another_activation(experts)
+    if (reason := _of_another_activation(experts)) is not None:
+        return reason
+    stateless = without_state(getattr(experts, _ACTIVATION, torch.nn.functional.silu))
+    return None if stateless else "its activation has a state"
 
 
 @torch.no_grad()
@@ -198,7 +199,7 @@ def _of_another_activation(experts: Any) -> str | None:
     apply = bare(experts)._apply_gate
     try:
         got, others = further_operators(apply, torch.cat([gate, up], 1), known=_OPERATORS)
-    except UNTRIED as error:
+    except (RuntimeError, *UNTRIED) as error:
         return f"it cannot be tried alone: {sentence_of(error)}"
     if others:
         return f"between its matmuls it also computes {others[0]}"
