@@ -21,7 +21,7 @@ from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.norm import FORMULAS, computes_norm
 from patcher.integrate.transformers.parts import bare, kind_of, refuse_replaced, sentence_of
-from patcher.integrate.transformers.probed import ProbedPoint
+from patcher.integrate.transformers.probed import ProbedPoint, with_other_weights
 from patcher.integrate.transformers.residual_layers import (
     Layers,
     find_layers,
@@ -72,6 +72,11 @@ class AddNorms(ProbedPoint):
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
         return {"weight": layer.weight} if layer in self._found.norms else {}
+
+    def would_take_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """See `ProbedPoint`: layers."""
+        calls = find_layers(model, _would_be_norm).calls
+        return [layer for layer, often in calls.items() for _ in range(often)]
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`: the forward of a layer whose last addition is the model's own."""
@@ -127,6 +132,10 @@ class AddNorms(ProbedPoint):
             return False
         self._norms[kind_of(norm)] = keeps_dtype(tried)
         return True
+
+
+def _would_be_norm(norm: Any) -> bool:
+    return computes_norm(with_other_weights(norm), FORMULAS["rms_norm"])
 
 
 def _refuse_patched(module: Any) -> None:

@@ -103,7 +103,7 @@ def _of_one_class(one: Any, other: Any) -> bool:
     return isinstance(one, torch.nn.Module) and kind_of(one) is kind_of(other)
 
 
-def _without_state(activation: Any) -> bool:
+def without_state(activation: Any) -> bool:
     """Whether an activation will compute what it does now: it has nothing that can be set."""
     if not isinstance(activation, torch.nn.Module):
         return isinstance(activation, FunctionType | BuiltinFunctionType)
@@ -135,7 +135,7 @@ def _is_product(mlp: torch.nn.Module) -> bool:
 def _computes(mlp: Any) -> bool:
     """Whether an MLP computes what the op does between its own projections: by its source, and on
     numbers."""
-    if not (_is_product(mlp) and _without_state(mlp.act_fn)):
+    if not (_is_product(mlp) and without_state(mlp.act_fn)):
         return False
     weight = getattr(mlp.gate_proj, "weight", None)
     size = getattr(mlp.gate_proj, "in_features", None)

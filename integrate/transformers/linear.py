@@ -64,6 +64,10 @@ class Linears(ProbedPoint):
             reason = "its weight is not in memory"
         return reason or (None if _computes(layer) else ELSE)
 
+    def would_take(self, layer: Any) -> bool:
+        """See `ProbedPoint`."""
+        return self.by_its_class(layer) is None
+
     @staticmethod
     def by_its_class(layer: Any) -> str | None:
         """Why a layer is left as it is, by its class and fields, also of a model without weights;

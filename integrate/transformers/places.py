@@ -37,6 +37,8 @@ LAYERS: Mapping[str, str | None] = {
     "linear": None,
     "router": None,
     "rotation": None,
+    "experts.sum": None,
+    "experts": None,
 }
 """The architecture that a patch point is of, by its name; None for a role that any may have."""
 NORMS: Mapping[str, tuple[str, str]] = {
@@ -51,6 +53,8 @@ ROLES: Mapping[str, str] = {
     "linear": "no layer of {} in transformers is torch.nn.Linear's",
     "router": "no router of {} in transformers has the softmax over the chosen logits as scores",
     "rotation": "no attention of {} in transformers turns the halves of a head",
+    "experts.sum": "no experts of {} in transformers are run by grouped_mm or batched_mm",
+    "experts": "no experts of {} in transformers compute silu(gate) * up without biases",
 }
 """What is said of a model without layers of a point, by those that a built model is asked for."""
 EXPERTS_ALONE = ("mxfp4",)
@@ -111,10 +115,12 @@ def _role_of(point: str, config: Mapping[str, Any]) -> str:
 
 
 def _but_quantised(point: str, config: Mapping[str, Any]) -> str:
-    """What is said beside a model whose loader puts other modules in the place of linear layers:
+    """What is said beside a model whose loader puts other modules in the place of layers:
     which ones is known of the loaded model alone."""
     method = quantization(config).get("quant_method", "unknown") if quantization(config) else None
-    if point != "linear" or method is None or method in EXPERTS_ALONE:
+    if method is None or not point.startswith(
+        "experts" if method in EXPERTS_ALONE else ("linear", "experts")
+    ):
         return ""
     return f", without those that are loaded quantised ({method})"
 

@@ -6,6 +6,8 @@ from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.add_norm import AddNorms
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
+from patcher.integrate.transformers.experts_sum import ExpertsSums
+from patcher.integrate.transformers.experts_whole import ExpertsWhole
 from patcher.integrate.transformers.gated_mlp import GatedMlps
 from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
@@ -24,6 +26,8 @@ POINTS: dict[str, type[PatchPoint]] = {
         Linears,
         Routers,
         Rotations,
+        ExpertsSums,
+        ExpertsWhole,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,18 @@ class ProbedPoint(ForwardsPoint):
     @abstractmethod
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
+
+    def would_take_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules that are taken in a model whose weights are not in memory, once for each call
+        in a step."""
+        return [each for each in model.modules() if self.of_role(each) and self.would_take(each)]
+
+    def would_take(self, layer: Any) -> bool:
+        """Whether such a module of the role is taken: it is tried with other weights."""
+        try:
+            return self.computes(with_other_weights(layer))
+        except RuntimeError:  # its settings do not fit together
+            return False
 
     def find(self) -> str:
         """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
@@ -124,6 +137,15 @@ class ProbedPoint(ForwardsPoint):
             [s for each in needed for s in _path(self.target, names[each])] for needed in taken
         ]
         kernel.book.replaced = partial(_replaced, paths)
+
+
+def with_other_weights(module: Any) -> Any:
+    """A copy of a module whose weights are not in memory, with others."""
+    held = copy.deepcopy(module).to_empty(device="cpu")
+    for tensor in (*held.parameters(), *held.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor)
+    return held
 
 
 def _without_autocast(model: Any) -> ExitStack:

@@ -28,6 +28,8 @@ def says(point: str, file: Path) -> bool | None:
     """Whether a model of a file has what a point takes; None where only a built one tells."""
     if point == "add_norm":
         return _adds(file)
+    if point.startswith("experts"):  # whether a layer has some is a setting
+        return None if "@use_experts_implementation" in file.read_text(encoding="utf-8") else False
     return _rotates(file) if point == "rotation" else _routes(file)
 
 

@@ -75,6 +75,10 @@ class Rotations(ProbedPoint):
         found = self._turn_of(layer)
         return found if isinstance(found, str) else None
 
+    def would_take(self, layer: Any) -> bool:
+        """See `ProbedPoint`."""
+        return self.computes(layer)
+
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`: what the kernel is passed are activations."""
         return {}

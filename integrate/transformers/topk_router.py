@@ -145,7 +145,7 @@ def _holds(module: torch.nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def _settings(router: Any) -> dict[str, object]:
+def settings_of(router: Any) -> dict[str, object]:
     return {
         name: value
         for name, value in router.__dict__.items()
@@ -179,7 +179,7 @@ def recipe_of(router: Any) -> Recipe | str:
         return "its logits are no matmul with its weight"
     if not _are_softmax(logits.float(), scores, experts):
         return "its scores are not the softmax over the chosen logits"
-    flattens, settings = _flattens(router, rows), _settings(router)
+    flattens, settings = _flattens(router, rows), settings_of(router)
     return Recipe(wide, logits.dtype, scores.dtype, flattens, weight.dtype, settings)
 
 

@@ -52,6 +52,8 @@ class RoleLayers:
     """What a config.json may say in place of the last of `names`."""
     plain: bool = False
     """Whether linear layers that are quantised are none of its own."""
+    plain_experts: bool = False
+    """Whether experts that are quantised are none of its own."""
     counted: Literal["attention", "experts", "state", "step"] | None = None
     """What a step of decode has one call for: each layer with a KV cache, with experts, or with a
     state in place of a cache, or the step itself; None where a config.json does not tell."""
@@ -71,6 +73,7 @@ LAYERS: Mapping[str, RoleLayers] = {
     "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "experts.fp8_block": RoleLayers((_MOE,), "fp8", counted="experts"),
     "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4, counted="experts"),
+    "experts.plain": RoleLayers((_MOE,), counted="experts", plain_experts=True),
     "experts.sum.oai": RoleLayers((_MOE,), _MXFP4, counted="experts"),
     "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4, counted="experts"),
     "gated_delta": RoleLayers(("QwenGatedDeltaNetAttention",), counted="state"),
@@ -193,6 +196,11 @@ def must_fit(point: str, model: Mapping[str, Any]) -> None:
         raise VerificationError(
             f"{point} takes {layers.weights} weights, those of this {name} are "
             f"{method or 'not quantised'}",
+            "revert the patch for this model",
+        )
+    if layers.plain_experts and method is not None:
+        raise VerificationError(
+            f"{point} takes plain weights, those of the experts of this {name} are {method}",
             "revert the patch for this model",
         )
     if layers.plain and _all_quantised(model):

@@ -26,6 +26,7 @@ from patcher.integrate.vllm.roles.mamba2_decode import Mamba2Decode
 from patcher.integrate.vllm.roles.mla_decode import MlaDecode
 from patcher.integrate.vllm.roles.moe_block import MoeBlock
 from patcher.integrate.vllm.roles.norm import GemmaRmsNorm, RmsNorm
+from patcher.integrate.vllm.roles.plain_experts import PlainExperts
 from patcher.integrate.vllm.roles.qk_norm_rope import QkNormRope
 from patcher.integrate.vllm.roles.qkv_rope_kv import QkvRopeKv
 from patcher.integrate.vllm.roles.quantize_fp8 import QuantizeFp8
@@ -52,6 +53,7 @@ POINTS: dict[str, type[VllmPoint]] = {
         LmHead,
         LinearFp8,
         Fp8Experts,
+        PlainExperts,
         ExpertsToNorm,
         RmsNorm,
         GemmaRmsNorm,

@@ -23,14 +23,14 @@ def built(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
 
 
 @torch.inference_mode()
-def run_in(model: Any, point: Any) -> tuple[CallCounters, float]:
+def run_in(model: Any, point: Any, kernel: Any = None) -> tuple[CallCounters, float]:
     """Logits with a point in the model, and again without it, which must be the same bits.
 
     Returns:
         The counters, and the largest difference in between, of the largest logit.
     """
     before = model(TOKENS).logits
-    with inside(point, original_kernel(point.name)) as book:
+    with inside(point, kernel or original_kernel(point.name)) as book:
         during = model(TOKENS).logits
     assert model(TOKENS).logits.equal(before), "without the patch the same bits"
     assert not any("patch_point" in vars(type(each)) for each in model.modules())

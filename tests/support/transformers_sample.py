@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -28,12 +28,15 @@ PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_O
 _DIGESTS = itertools.count(1)
 
 
-def original_kernel(name: str, *, bounded: bool = False) -> Dispatcher:
+def original_kernel(
+    name: str, *, bounded: bool = False, kernel: Callable[..., object] | None = None
+) -> Dispatcher:
     """A dispatcher whose kernel is the engine's own arithmetic, wherever tensors begin.
 
     Args:
         name: the patch point.
         bounded: whether it takes only the sizes that the op's kernels are called for.
+        kernel: another one.
     """
     point: Any = POINTS[name]
     contract = bench.load_op(point.op).contract
@@ -45,7 +48,22 @@ def original_kernel(name: str, *, bounded: bool = False) -> Dispatcher:
     }
     guards = dataclasses.replace(guards, tensors=tensors, axes=axes)
     book = CallCounters(point.op, f"{next(_DIGESTS):064x}")
-    return Dispatcher(point.op, point.original, guards, book)
+    return Dispatcher(point.op, kernel or point.original, guards, book)
+
+
+def reference_kernel(name: str) -> Dispatcher:
+    """A dispatcher whose kernel is the reference of a point's op, in float64."""
+    op = bench.load_op(POINTS[name].op)
+    written = [each.name for each in op.contract.tensors if each.access != "read"]
+    names = [each.name for each in op.contract.tensors]
+
+    def kernel(*args: torch.Tensor) -> None:
+        given = dict(zip(names, args, strict=True))
+        found = op.reference(**given)
+        for each in written:
+            given[each].copy_(found[each])
+
+    return original_kernel(name, bounded=True, kernel=kernel)
 
 
 @contextmanager

@@ -46,7 +46,8 @@ NAMES = (
     *("gelu_and_mul", "gelu_tanh_and_mul"),
     *("gemma_rms_norm", "grouped_topk", "linear", "linear_fp8", "lm_head_argmax", "mamba2_decode"),
     "mla_decode",
-    *("moe_block", "moe_experts_fp8_block", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("moe_block", "moe_experts", "moe_experts_fp8_block", "moe_finalize", "moe_reduce"),
+    *("moe_route", "moe_topk"),
     *("qk_norm_rope", "qkv_rope_kv_update", "quantize_fp8", "reduce_add_rms_norm", "rms_norm"),
     "rms_norm_quant_fp8",
     *("rope", "rope_kv_update", "sample_argmax", "sample_top_k_top_p", "silu_and_mul"),
@@ -163,7 +164,7 @@ def test_the_planted_control_is_told_from_the_honest_baseline(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "moe_topk"])
 def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
-    anywhere = {"torch", "torch.compile", "eager", "transformers"}
+    anywhere = {"torch", "torch.compile", "eager", "transformers", "grouped_mm", "batched_mm"}
     for baseline in set(OPS[name].baselines) - anywhere:
         with pytest.raises(ImportError, match="CUDA device"):
             OPS[name].baselines[baseline]("cpu")
@@ -208,6 +209,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
             "(vllm::moe::ScoringFunc)1>(float*, float*, int*, float const*, long, long, long)",
         ),
         ("moe_experts_fp8_block", "moe_experts_fp8_block_kernel"),
+        ("moe_experts", "moe_experts_kernel moe_experts_sum_kernel"),
         ("sample_top_k_top_p", "_topk_topp_kernel _topp_sb_step_kernel sample_top_k_top_p_kernel"),
         ("linear_fp8", "_w8a8_triton_block_scaled_mm _w8a8_block_fp8_matmul"),
         ("mamba2_decode", "_selective_scan_update_kernel"),
@@ -394,6 +396,8 @@ WRONG = {
     "mla_decode": ("rows[:, : out.shape[2]]", "rows[:, -out.shape[2] :]"),
     # the norm that follows the block has the gain of the one before
     "moe_block": ("normed(stream, next_weight,", "normed(stream, weight,"),
+    # the activation of the other half
+    "moe_experts": ("silu(gate) * up", "silu(up) * gate"),
     # no expert is the last one
     "moe_experts_fp8_block": ("ids[ids >= 0].unique()", "ids.unique()"),
     # one token fewer

@@ -29,7 +29,7 @@ from patcher.integrate.activation import guards_of
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
 from patcher.integrate.transformers.decoder_layer import _add_then_norm
-from patcher.integrate.transformers.experts import _weigh_and_sum
+from patcher.integrate.transformers.experts_rows import weigh_and_sum
 from patcher.integrate.transformers.points import GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.rotary import _rotate
 from patcher.integrate.transformers.router import _top_k
@@ -38,7 +38,7 @@ STEPS = 3
 PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_OSS}
 ORIGINALS: dict[str, Callable[..., object]] = {
     "fused_add_rms_norm": _add_then_norm,
-    "moe_reduce": _weigh_and_sum,
+    "moe_reduce": weigh_and_sum,
     "rope": _rotate,
     "moe_topk": _top_k,
 }

@@ -16,7 +16,7 @@ from patcher.integrate import Patch, verify
 from patcher.integrate.layers import StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.vllm import families
-from patcher.integrate.vllm.places import LAYERS, RoleLayers, of_model
+from patcher.integrate.vllm.places import LAYERS, RoleLayers, must_fit, of_model
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.table import FAMILIES, page
 from patcher.integrate.vllm.tree import Tree
@@ -159,6 +159,12 @@ def test_a_config_tells_how_often_a_step_comes_by(
     assert calls_in_step("vllm", "sampler.greedy", config) == StepCalls(1)
     assert calls_in_step("vllm", "add_norm", config) is None, "not by the config alone"
     assert calls_in_step("vllm", "decode_attention", {**config, "model_type": "newest"}) is None
+
+
+def test_experts_that_are_quantised_are_not_promised_as_plain_ones() -> None:
+    must_fit("experts.plain", published_config("granite-4.0-h-tiny"))
+    with pytest.raises(bench.VerificationError, match=r"of the experts of this .* are fp8"):
+        must_fit("experts.plain", published_config("qwen3-30b-a3b-fp8"))
 
 
 def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,7 @@ def test_a_narrowed_patch_differs_in_its_guards_alone(tmp_path: Path) -> None:
 RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ACTIVATION = "vllm.model_executor.layers.activation"
 _QUANTISER = "vllm.model_executor.layers.quantization.input_quant_fp8"
+_MOE_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel"
 _FP8 = "vllm.model_executor.kernels.linear.scaled_mm"
 _V2_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 PLACES = {
@@ -222,9 +223,8 @@ PLACES = {
             "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         )
     ],
-    "experts.fp8_block": [
-        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel.apply"
-    ],
+    "experts.fp8_block": [f"{_MOE_KERNEL}.apply"],
+    "experts.plain": [f"{_MOE_KERNEL}.apply"],
     "lm_head": [
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply"
     ],
