@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +66,8 @@ class ColumnFigures(Record):
     languages: tuple[str, ...]
     models: tuple[str, ...]
     devices: tuple[str, ...]
+    sizes: dict[str, int]
+    """Runs by the sizes that were timed, in words."""
     tokens: float | None
     input_tokens: float | None
     output_tokens: float | None
@@ -117,6 +121,21 @@ def gather(folder: Path) -> tuple[list[tuple[Run, LoopRow]], list[str]]:
     return found, others
 
 
+def timed_sizes(row: LoopRow) -> str:
+    """The points of the row's verdict in words: as shares of the swept size that the problem was
+    imported with, if they differ in that alone; else as they are."""
+    contract, record = record_of(row.op)
+    sweep = contract.sweeps[0]
+    points = [dict(pair.split("=") for pair in each.split(",")) for each in row.points]
+    shares = [Fraction(int(each.get(sweep.axis, 0)), max(sweep.values)) for each in points]
+    whose = "import's" if record.changed else "file's"
+    if any(set(each) != {sweep.axis, *sweep.fixed} for each in points):
+        return "; ".join(row.points)
+    if shares == [1]:
+        return f"the {whose}"
+    return f"{', '.join(map(str, sorted(shares, reverse=True)))} of the {whose}"
+
+
 def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> ColumnFigures:
     """The figures of one precision; `so_far` counts partial runs as they stand."""
     ended = [row for row in rows if so_far or row.ended is not None]
@@ -151,6 +170,7 @@ def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> Col
         languages=names(row.language for row in ended),
         models=names(model for row in ended for model in row.models),
         devices=names(row.device for row in ended),
+        sizes=dict(Counter(timed_sizes(row) for row in ended if row.points)),
         tokens=mean_known(row.tokens for row in ended),
         input_tokens=mean_known(row.input_tokens for row in ended),
         output_tokens=mean_known(row.output_tokens for row in ended),

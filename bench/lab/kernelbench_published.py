@@ -5,7 +5,7 @@ A cell is empty where their paper or code, as far as it was read, does not say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from patcher.bench import Record
 from patcher.bench.lab.kernelbench_figures import ColumnFigures
@@ -102,7 +102,7 @@ def ours(column: ColumnFigures, answered_by: str = "") -> PublishedFigures:
         iterations=f"at most {len(column.right_by)}",
         against="the faster of eager and torch.compile (max-autotune)",
         arithmetic=ARITHMETIC.get(column.precision, column.precision),
-        sizes="the file's, its half and quarter; geometric mean",
+        sizes=_sizes(column.sizes),
         right_when="seeded cases at hidden sizes and in regimes, within the error that the "
         "arithmetic allows against float64",
         right="" if right is None else _percent(right),
@@ -121,6 +121,13 @@ def beside(columns: Sequence[ColumnFigures], answered_by: str = "") -> list[str]
     lines = [_line("", *(each.name for each in all_)), f"| --- |{' --- |' * len(all_)}"]
     lines += [_line(what, *(getattr(each, name) for each in all_)) for what, name in ROWS]
     return lines
+
+
+def _sizes(runs: Mapping[str, int]) -> str:
+    """The sizes that were timed, with the number of runs where they differ."""
+    if len(runs) < 2:
+        return "".join(runs)
+    return "; ".join(f"{words} in {count}" for words, count in runs.items())
 
 
 def _percent(share: Estimated) -> str:

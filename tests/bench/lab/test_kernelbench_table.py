@@ -31,7 +31,8 @@ from patcher.bench.lab import kernelbench_figures
 from patcher.bench.lab.gpu_queue import read_plan
 from patcher.bench.lab.kernelbench_columns import main as columns_main
 from patcher.bench.lab.kernelbench_columns import write
-from patcher.bench.lab.kernelbench_figures import column
+from patcher.bench.lab.kernelbench_figures import column, timed_sizes
+from patcher.bench.lab.kernelbench_published import ours
 from patcher.bench.lab.kernelbench_shares import (
     ColumnTimes,
     gain_shares,
@@ -434,6 +435,25 @@ def test_figures_of_a_column() -> None:
     assert found.usd == 0.5
     nothing = column("fp32", rows[-1:])
     assert (nothing.runs, nothing.geomean, nothing.tokens) == (0, None, None)
+
+
+def test_the_sizes_that_were_timed_are_told_as_shares_of_the_import(places: Path) -> None:
+    [*_, whole] = op_of(OP).contract.sweeps[0].values
+    assert whole == 64
+    words = {
+        ("x_0=64",): "the import's",
+        ("x_0=16", "x_0=32", "x_0=64"): "1, 1/2, 1/4 of the import's",
+        ("x_0=24",): "3/8 of the import's",
+        ("y=8",): "y=8",
+    }
+    assert {at: timed_sizes(row(OP, 2.0, 1, points=at)) for at in words} == words
+
+    alone = ("x_0=64",)
+    rows = [row(OP, 2.0, 1, points=alone), row(OP, 2.0, 1, points=alone), row(OP, None, None)]
+    assert ours(column("fp32", rows)).sizes == "the import's"
+    rows.append(row(OP, 2.0, 1, points=("x_0=16",)))
+    assert ours(column("fp32", rows)).sizes == "the import's in 2; 1/4 of the import's in 1"
+    assert ours(column("fp32", rows[2:3])).sizes == ""
 
 
 def test_times_of_other_points_or_devices_are_not_held_against_each_other() -> None:
