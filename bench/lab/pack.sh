@@ -21,13 +21,7 @@ host=$work/host
 mkdir -p "$host/packages" "$host/bundles" "$host/blocks"
 cd "$work"
 
-platforms=(); for minor in 28 27 17; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
-fetch() {
-  PIP_CONSTRAINT=/dev/null "$python" -m pip download -q -d wheels --only-binary=:all: --implementation cp \
-    --python-version "$there" "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
-}
-fetch pydantic rich typer jinja2
-fetch --no-deps tomlkit packaging adbc-driver-manager adbc-driver-sqlite nanoarrow nvidia-ml-py nvtx scipy apache-tvm-ffi
+"$here/bench/lab/wheels.sh" wheels "$there" scipy
 "$python" -m pip wheel -q --no-deps -w wheels "$here"
 for wheel in wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$host/packages"; done
 cp -r "$here/bench/lab" "$host/packages/patcher/bench/lab"
