@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import quantization, stated_sizes, text_part
 from patcher.integrate.layers import StepCalls
-from patcher.integrate.source_parts import chosen_classes, class_digests
+from patcher.integrate.source_parts import chosen_classes
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
 from patcher.integrate.transformers.model_files import TransformersTree, folder_of, modeling_file
+from patcher.integrate.transformers.norm_sources import norm_classes
 from patcher.integrate.transformers.role_sources import says
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
 
 def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:
     """The classes of norms in a model that a point takes."""
-    for each in _names(config):
-        found, file = list(dict.fromkeys(norm_classes(each, NORMS[point][0]))), modeling_file(each)
-        chosen = file is not None and set(found) <= chosen_classes(file)
+    for file in filter(None, map(modeling_file, _names(config))):
+        found = list(dict.fromkeys(norm_classes(file, NORMS[point][0])))
+        chosen = set(found) <= chosen_classes(file)
         # settings say whether the model has it, which only a model without weights tells
         if found and (not chosen or _builds(config, found)):
             return found
@@ -288,31 +288,3 @@ def default_activation(architecture: str) -> str | None:
         return None
     found = (stated_activation(folder, name) for name in ("hidden_activation", "hidden_act"))
     return next(filter(None, found), None)
-
-
-def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
-    """The classes in the file of an architecture's model whose objects compute an op.
-
-    Raises:
-        MissingError: transformers is not installed.
-    """
-    file = modeling_file(architecture)
-    if file is None:
-        return
-    for name, digest in class_digests(file, "Norm"):
-        known = _read()
-        if digest in known:
-            computes = known[digest]
-        else:
-            from patcher.integrate.transformers.norm import class_computes
-
-            computes = class_computes(f"transformers.models.{file.parent.name}.{file.stem}", name)
-        if computes == op:
-            yield name
-
-
-@cache
-def _read() -> dict[str, str | None]:
-    """The op that a class computes, by the digest of its source: built and tried once."""
-    kept = json.loads(Path(__file__).with_name("norms.json").read_text(encoding="utf-8"))
-    return {digest: op or None for op, digests in kept.items() for digest in digests}

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from patcher.integrate.source_parts import definitions
+from patcher.integrate.transformers.norm_sources import norm_classes
 from patcher.integrate.transformers.residual_text import LayerText, layer_text
 
 _ROTATION = ["q", "k", "cos", "sin"]
@@ -21,6 +22,8 @@ _OF_ROUTER = {"weight", "bias", "top_k", "hidden_dim"}
 """Fields of a router that say nothing of how it chooses."""
 _GIVEN = {"position_embeddings", "position_ids", "attention_mask"}
 """What an attention that is tried alone is given beside its states."""
+_EXPERTS = re.compile(r"^@use_experts_implementation\b.*\n(?:@.*\n)*class (\w+)", re.MULTILINE)
+"""Classes of experts that a function of transformers' registry runs."""
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match, ast.BoolOp)
 
 
@@ -28,8 +31,8 @@ def says(point: str, file: Path) -> bool | None:
     """Whether a model of a file has what a point takes; None where only a built one tells."""
     if point == "add_norm":
         return _adds(file)
-    if point.startswith("experts"):  # whether a layer has some is a setting
-        return None if "@use_experts_implementation" in file.read_text(encoding="utf-8") else False
+    if point.startswith("experts"):
+        return _has_experts(point, file)
     return _rotates(file) if point == "rotation" else _routes(file)
 
 
@@ -81,11 +84,67 @@ def _is_called_alone(forward: ast.FunctionDef) -> bool:
 
 
 def _adds(file: Path) -> bool | None:
-    """False where no forward of a file adds and normalises; its norms are not in its text."""
-    forwards = (node for name, node, _ in definitions(file) if name.endswith(".forward"))
-    if any(isinstance(layer_text(each), LayerText) for each in forwards):
-        return None
-    return None if re.search(r"import \w*Layer\b", file.read_text(encoding="utf-8")) else False
+    """False where no forward of a file adds and normalises. True where a layer that each of its
+    models has does so, with norms that were read before; what else they are has to be built."""
+    known = {name: node for name, node, _ in definitions(file)}
+    texts = {
+        name.removesuffix(".forward"): text
+        for name, node in known.items()
+        if name.endswith(".forward") and isinstance(text := layer_text(node), LayerText)
+    }
+    if not texts:
+        own = file.read_text(encoding="utf-8")
+        return None if re.search(r"import \w*Layer\b", own) else False
+    right, always = {*norm_classes(file)}, built_always(file)
+    for kind, text in texts.items():
+        fields = _made_fields(known.get(f"{kind}.__init__"))
+        if kind in always and all(fields.get(norm) in right for norm in text.norms):
+            return True
+    return None
+
+
+def _made_fields(made: ast.FunctionDef | None) -> dict[str, str]:
+    """The classes of the fields that a constructor sets, whatever its settings."""
+    found: dict[str, str] = {}
+    for each in made.body if made is not None else ():
+        match each:
+            case ast.Assign(
+                targets=[ast.Attribute(value=ast.Name(id="self"), attr=field)],
+                value=ast.Call(func=ast.Name(id=kind)),
+            ):
+                found[field] = kind
+    return found
+
+
+def _has_experts(point: str, file: Path) -> bool | None:
+    """False where no class of a file has its experts run by a function of transformers' registry.
+    True where each of its models has such; what a module of experts computes, only trying tells."""
+    kinds = {*_EXPERTS.findall(file.read_text(encoding="utf-8"))}
+    if not kinds:
+        return False
+    return True if point == "experts.sum" and kinds <= built_always(file) else None
+
+
+def built_always(file: Path) -> set[str]:
+    """The classes that each model of a file builds, whatever its settings."""
+    made = {
+        name.removesuffix(".__init__"): node
+        for name, node, _ in definitions(file)
+        if name.endswith(".__init__")
+    }
+    parts = {
+        kind: {part for part, may in _calls(node, made.keys(), False) if not may}
+        for kind, node in made.items()
+    }
+    bodies = [kind for kind in made if kind.endswith("Model") and parts[kind]]
+    return set[str].intersection(*(_below(kind, parts) for kind in bodies)) if bodies else set()
+
+
+def _below(kind: str, parts: Mapping[str, set[str]]) -> set[str]:
+    found = {kind}
+    while further := set[str]().union(*(parts[each] for each in found)) - found:
+        found |= further
+    return found
 
 
 def _keeps_config(known: Mapping[str, ast.FunctionDef], forward: str) -> bool:

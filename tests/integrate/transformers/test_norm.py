@@ -20,7 +20,8 @@ from patcher.integrate.activation import contract_guards
 from patcher.integrate.counts import REPLACED
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.layers import LayerSurvey
-from patcher.integrate.transformers import places
+from patcher.integrate.transformers import norm_sources
+from patcher.integrate.transformers.model_files import modeling_file
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.places import LAYERS, NORMS, of_model
 from patcher.integrate.transformers.points import POINTS
@@ -151,9 +152,11 @@ def test_a_config_tells_whether_the_role_is_there(kind: str) -> None:
 def test_what_was_read_of_a_class_is_what_it_computes(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = [list(places.norm_classes(kind, op)) for op, _ in NORMS.values()]
-    monkeypatch.setattr(places, "_read", dict)
-    tried = [list(places.norm_classes(kind, op)) for op, _ in NORMS.values()]
+    file = modeling_file(kind)
+    assert file is not None
+    read = [list(norm_sources.norm_classes(file, op)) for op, _ in NORMS.values()]
+    monkeypatch.setattr(norm_sources, "_read", dict)
+    tried = [list(norm_sources.norm_classes(file, op)) for op, _ in NORMS.values()]
     assert tried == read, "each is built and tried"
 
 

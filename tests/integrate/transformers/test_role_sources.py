@@ -32,6 +32,9 @@ def test_what_was_read_is_what_each_does() -> None:
             "deepseek_v3 smollm3 glm gpt_neox_japanese",
         ),
         ("router", "mixtral gpt_oss granitemoe", "llama mamba2 gemma3", "qwen3_moe olmoe jamba"),
+        ("add_norm", "llama mixtral gpt_oss qwen3_moe", "gpt2 mamba2 opt", "gemma2 qwen2_vl jamba"),
+        ("experts.sum", "mixtral gpt_oss olmoe", "llama mamba2 gemma3", "qwen3_moe jamba"),
+        ("experts", "", "llama mamba2 gemma3", "mixtral gpt_oss qwen3_moe"),
     ],
 )
 def test_a_file_says_what_no_setting_decides(
@@ -71,6 +74,8 @@ def test_files_are_read_without_an_import_of_what_takes_seconds() -> None:
         "print(of_model('rotation', lambda: {'model_type': 'llama'}));"
         "print(of_model('router', lambda: {'model_type': 'mixtral'}));"
         "print(of_model('linear', lambda: {'model_type': 'llama'}));"
+        "print(of_model('add_norm', lambda: {'model_type': 'llama'}));"
+        "print(of_model('experts.sum', lambda: {'model_type': 'mixtral'}));"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -80,5 +85,7 @@ def test_files_are_read_without_an_import_of_what_takes_seconds() -> None:
         "llama has layers of rotation",
         "mixtral has layers of router",
         "llama has layers of linear",
+        "llama has layers of add_norm",
+        "mixtral has layers of experts.sum",
         "[]",
     ]
