@@ -19,7 +19,7 @@ from patcher.bench.engines.architecture import quantization, stated_sizes, text_
 from patcher.integrate.source_parts import chosen_classes, class_digests
 from patcher.integrate.source_tree import SourceTree
 from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
-from patcher.integrate.transformers.role_sources import says
+from patcher.integrate.transformers.role_sources import adding_norms, says
 
 LAYERS: Mapping[str, str | None] = {
     "gpt_oss.decoder_layer": "gpt_oss",
@@ -129,7 +129,9 @@ def _said(point: str, config: Mapping[str, Any]) -> Iterator[bool | None]:
         if file is not None and point == "linear":
             yield "nn.Linear(" in file.read_text(encoding="utf-8") or None
         elif file is not None:
-            yield says(point, file)
+            said, norms = says(point, file), adding_norms(file) if point == "add_norm" else ()
+            known = norms and set(norms) <= set(norm_classes(each))
+            yield True if said is None and known else said
 
 
 def _norms_in(point: str, config: Mapping[str, Any]) -> list[str]:

@@ -85,6 +85,28 @@ def _adds(file: Path) -> bool | None:
     return None if re.search(r"import \w*Layer\b", file.read_text(encoding="utf-8")) else False
 
 
+@cache
+def adding_norms(file: Path) -> frozenset[str]:
+    """The classes of the norms in the only class of a file that adds and normalises; none where
+    there are several, or where its constructor does not name them."""
+    methods = {name: node for name, node, _ in definitions(file)}
+    texts = {
+        name.removesuffix(".forward"): text
+        for name, node in methods.items()
+        if name.endswith(".forward") and isinstance(text := layer_text(node), LayerText)
+    }
+    if len(texts) != 1:
+        return frozenset()
+    [(kind, text)] = texts.items()
+    made: dict[str, set[str]] = {name: set() for name in text.norms}
+    for each in ast.walk(methods.get(f"{kind}.__init__", ast.Pass())):
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute):
+            called = each.value.func if isinstance(each.value, ast.Call) else None
+            if each.targets[0].attr in made:
+                made[each.targets[0].attr].add(ast.unparse(called) if called else "")
+    return frozenset().union(*made.values()) if all(made.values()) else frozenset()
+
+
 def _routes(file: Path) -> bool | None:
     found = list(routers(file))
     if not found:
