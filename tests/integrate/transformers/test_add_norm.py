@@ -88,8 +88,10 @@ def test_a_config_tells_of_the_role_and_how_often_a_step_comes_by(kind: str, tmp
     config = built(kind).config
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     said = of_model("add_norm", lambda: full_config(str(tmp_path)))
-    assert said == f"{kind} has layers of add_norm", "its file alone says so"
-    assert calls_in_step("transformers", "add_norm", full_config(str(tmp_path))) == ADDED[kind]
+    assert said.startswith(f"{kind} has ")
+    calls = calls_in_step("transformers", "add_norm", full_config(str(tmp_path)))
+    assert calls is not None
+    assert (calls.taken, calls.refused) == (ADDED[kind], {})
 
 
 @torch.inference_mode()
