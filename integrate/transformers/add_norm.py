@@ -71,12 +71,12 @@ class AddNorms(ProbedPoint):
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
-        return {"weight": layer.weight} if layer in self._found.norms else {}
+        weight = getattr(layer, "weight", None)  # a layer that keeps its own additions has none
+        return {} if weight is None else {"weight": weight}
 
     def would_take_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """See `ProbedPoint`: layers."""
-        calls = find_layers(model, _would_be_norm).calls
-        return [layer for layer, often in calls.items() for _ in range(often)]
+        """See `ProbedPoint`: the norms."""
+        return [*find_layers(model, _would_be_norm).norms]
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`: the forward of a layer whose last addition is the model's own."""

@@ -13,14 +13,17 @@ import peft
 import pytest
 import torch
 from feature_matrix import feature
+from patch_sample import add_norm_guards
 from tiny_roles import TOKENS, built, run_in
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
 from patcher.integrate.counts import REPLACED
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.places import calls_in_step
+from patcher.integrate.transformers import places
 from patcher.integrate.transformers.add_norm import AddNorms
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
@@ -92,6 +95,10 @@ def test_a_config_tells_of_the_role_and_how_often_a_step_comes_by(kind: str, tmp
     calls = calls_in_step("transformers", "add_norm", full_config(str(tmp_path)))
     assert calls is not None
     assert (calls.taken, calls.refused) == (ADDED[kind], {})
+    narrow = add_norm_guards({"hidden": AxisBounds(maximum=32)})
+    calls = places.calls_in_step("add_norm", built(kind).config.to_dict(), narrow)
+    assert calls is not None
+    assert (calls.taken, calls.refused.total()) == (0, ADDED[kind])
 
 
 @torch.inference_mode()

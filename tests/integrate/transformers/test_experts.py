@@ -13,7 +13,7 @@ from transformers_sample import inside, original_kernel, reference_kernel
 
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
-from patcher.integrate.layers import LayerSurvey
+from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers.experts_modules import are_experts, some_calls
 from patcher.integrate.transformers.experts_whole import ExpertsWhole
@@ -311,7 +311,7 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
     told = full_config(str(tmp_path))
     if kind in TAKEN:
         assert of_model("experts", lambda: told).startswith(f"{kind} has ")
-        assert calls_in_step("transformers", "experts", told) == TAKEN[kind]
+        assert calls_in_step("transformers", "experts", told) == StepCalls(TAKEN[kind])
     else:
         with pytest.raises(
             VerificationError, match=f"no experts of {kind} in transformers compute"

@@ -16,7 +16,7 @@ from transformers_sample import inside, original_kernel, reference_kernel
 
 from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
-from patcher.integrate.layers import LayerSurvey
+from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers.experts_modules import are_experts, some_calls
 from patcher.integrate.transformers.experts_sum import ExpertsSums
@@ -273,7 +273,7 @@ def test_a_config_tells_of_the_role(kind: str, tmp_path: Any) -> None:
     told = full_config(str(tmp_path))
     if kind in SUMS:
         assert of_model("experts.sum", lambda: told).startswith(f"{kind} has ")
-        assert calls_in_step("transformers", "experts.sum", told) == SUMS[kind]
+        assert calls_in_step("transformers", "experts.sum", told) == StepCalls(SUMS[kind])
     else:
         with pytest.raises(VerificationError, match=f"no experts of {kind} in transformers are"):
             of_model("experts.sum", lambda: told)

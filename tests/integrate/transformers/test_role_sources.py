@@ -32,7 +32,12 @@ def test_what_was_read_is_what_each_does() -> None:
             "deepseek_v3 smollm3 glm gpt_neox_japanese",
         ),
         ("router", "mixtral gpt_oss granitemoe", "llama mamba2 gemma3", "qwen3_moe olmoe jamba"),
-        ("add_norm", "llama mixtral gpt_oss qwen3_moe", "albert llava exaone4", "gpt2 gemma2 qwen2_vl jamba"),
+        (
+            "add_norm",
+            "llama mixtral gpt_oss qwen3_moe",
+            "albert llava exaone4",
+            "gpt2 gemma2 qwen2_vl jamba",
+        ),
         ("experts.sum", "mixtral gpt_oss olmoe", "llama mamba2 gemma3", "qwen3_moe jamba"),
         ("experts", "", "llama mamba2 gemma3", "mixtral gpt_oss qwen3_moe"),
     ],
