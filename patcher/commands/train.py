@@ -233,9 +233,8 @@ def reinforce(
         with seeded(seed):
             loaded = load_model(options.model, model.adapter, options.lora)
         prompts = fitting_prompts(
-            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens, bar.say
         )
-        bar.say(f"{len(prompts)} of {len(options.ops)} prompts fit in {tasks.prompt_tokens} tokens")
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             trained(folder, options, loaded, judges, prompts, deadline, bar)
         summary = folder.summary("reinforce", updates)
@@ -314,7 +313,7 @@ def evaluate(
     with open_training(out, "evaluate", options) as folder, output.progress() as bar:
         loaded = load_model(options.model, model.adapter)
         prompts = fitting_prompts(
-            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens, bar.say
         )
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             found = sample_tasks(folder, options, loaded, judges, prompts, deadline, bar)

@@ -53,9 +53,13 @@ def fitting_prompts(
     loaded: LoadedModel,
     prompt_tokens: int,
     reply_tokens: int,
+    say: Callable[[str], None],
 ) -> dict[str, str]:
     """The prompt of each op whose prompt fits, with a reply in the model's context, too; none is
     cut off.
+
+    Args:
+        say: is told how many fit.
 
     Raises:
         UsageError: none fits.
@@ -71,6 +75,7 @@ def fitting_prompts(
             f"no prompt fits in {tokens} tokens: the shortest has {min(sizes.values())}",
             f"raise --prompt-tokens; prompt and reply together have {context}",
         )
+    say(f"{len(fit)} of {len(ops)} prompts fit in {tokens} tokens")
     return fit
 
 
