@@ -10,20 +10,25 @@ import typer
 from rich.text import Text
 
 from patcher.bench import BudgetError, Language, UsageError
-from patcher.commands.console import Json, Output, app, examples, finite
+from patcher.commands.console import Json, Output, app, examples
 from patcher.commands.option_groups import grouped
 from patcher.commands.train_options import (
+    Count,
     JudgeGroup,
     LearningRate,
     Minutes,
     ModelGroup,
     OnlyOps,
     OutFolder,
+    PerRound,
     Rank,
     SaveEvery,
     Seed,
     TaskGroup,
+    Temperature,
+    TrainBatch,
     Updates,
+    require_whole_rounds,
 )
 from patcher.show.training import evaluation_table, training_line
 
@@ -158,15 +163,12 @@ def reinforce(
     judging: JudgeGroup,
     method: Annotated[str, typer.Option(help="grpo or rloo.")] = "grpo",
     updates: Updates = 200,
+    updates_per_round: PerRound = 1,
     minutes: Minutes = None,
     tasks_per_update: Annotated[int, typer.Option(help="Tasks an update.", min=1)] = 2,
     replies_per_task: Annotated[int, typer.Option(help="Replies compared.", min=2)] = 8,
-    batch: Annotated[
-        int, typer.Option(help="Replies trained on at once; divides those of an update.", min=1)
-    ] = 4,
-    temperature: Annotated[
-        float, typer.Option(help="Of sampling.", min=0.01, callback=finite)
-    ] = 1.0,
+    batch: TrainBatch = 4,
+    temperature: Temperature = 1.0,
     learning_rate: LearningRate = 3e-5,
     rank: Rank = 8,
     seed: Seed = 0,
@@ -200,6 +202,7 @@ def reinforce(
             f"--batch {batch} does not divide {tasks_per_update * replies_per_task} replies",
             "give one that does",
         )
+    require_whole_rounds(updates, updates_per_round)
     require_one_gpu()
     environment = judging.environment(tasks.language)
     options = ReinforceOptions.model_validate(
@@ -210,6 +213,7 @@ def reinforce(
             "ops": choose_ops(tasks.tasks, tasks.op or [], "train"),
             "method": method,
             "updates": updates,
+            "updates_per_round": updates_per_round,
             "tasks_per_update": tasks_per_update,
             "replies_per_task": replies_per_task,
             "batch": batch,
@@ -229,9 +233,8 @@ def reinforce(
         with seeded(seed):
             loaded = load_model(options.model, model.adapter, options.lora)
         prompts = fitting_prompts(
-            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens, bar.say
         )
-        bar.say(f"{len(prompts)} of {len(options.ops)} prompts fit in {tasks.prompt_tokens} tokens")
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             trained(folder, options, loaded, judges, prompts, deadline, bar)
         summary = folder.summary("reinforce", updates)
@@ -252,18 +255,14 @@ def evaluate(
     tasks: TaskGroup,
     judging: JudgeGroup,
     split: Annotated[str, typer.Option(help="held-out, or train.")] = "held-out",
-    count: Annotated[
-        int, typer.Option(help="At most so many tasks, drawn by the seed.", min=1)
-    ] = 30,
+    count: Count = 30,
     samples: Annotated[int, typer.Option(help="Replies to each task.", min=1)] = 4,
     against: Annotated[
         Path | None, typer.Option(help="Another evaluation: its folder, for the difference.")
     ] = None,
     minutes: Minutes = None,
     batch: Annotated[int, typer.Option(help="Replies sampled at once.", min=1)] = 32,
-    temperature: Annotated[
-        float, typer.Option(help="Of sampling.", min=0.01, callback=finite)
-    ] = 0.8,
+    temperature: Temperature = 0.8,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> int:
@@ -314,7 +313,7 @@ def evaluate(
     with open_training(out, "evaluate", options) as folder, output.progress() as bar:
         loaded = load_model(options.model, model.adapter)
         prompts = fitting_prompts(
-            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens
+            environment, options.ops, loaded, tasks.prompt_tokens, tasks.reply_tokens, bar.say
         )
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             found = sample_tasks(folder, options, loaded, judges, prompts, deadline, bar)

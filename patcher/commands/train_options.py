@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one to resume.")]
 Updates = Annotated[int, typer.Option(help="Updates of the adapter, all pieces together.", min=1)]
+PerRound = Annotated[
+    int,
+    typer.Option(
+        help="Updates from one sampling, which takes hardly longer for more replies; divides "
+        "--updates. Checkpoints are between samplings.",
+        min=1,
+    ),
+]
 Minutes = Annotated[
     float | None,
     typer.Option(
@@ -30,8 +38,23 @@ OnlyOps = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the order of data and of sampling.", min=0)]
 SaveEvery = Annotated[int, typer.Option(help="Updates from checkpoint to checkpoint.", min=1)]
+Count = Annotated[int, typer.Option(help="At most so many tasks, drawn by the seed.", min=1)]
+TrainBatch = Annotated[
+    int, typer.Option(help="Replies trained on at once; divides those of an update.", min=1)
+]
+Temperature = Annotated[float, typer.Option(help="Of sampling.", min=0.01, callback=finite)]
 LearningRate = Annotated[float, typer.Option(help="Of AdamW, constant.", min=0, callback=finite)]
 Rank = Annotated[int, typer.Option(help="Of the LoRA adapter.", min=1)]
+
+
+def require_whole_rounds(updates: int, per_round: int) -> None:
+    """Check that the last update ends a round.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if updates % per_round:
+        raise UsageError("--updates is no multiple of --updates-per-round", "give 200 and 8")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class UpdateMetrics(Record):
     generating_s: float = 0.0
     judging_s: float = 0.0
     replies: int = 0
-    """Sampled; 0 in a warm-up, and nothing of what follows."""
+    """Sampled; 0 in a warm-up and in the later updates of a round, and nothing of what follows."""
     reward: float | None = None
     """Mean."""
     shares: dict[str, float] = Field(default_factory=dict)

@@ -30,6 +30,8 @@ class ReinforceOptions(TrainingOptions):
     ops: tuple[str, ...]
     method: Literal["grpo", "rloo"] = "grpo"
     updates: int = 200
+    updates_per_round: int = 1
+    """Updates from one sampling."""
     tasks_per_update: int = 2
     replies_per_task: int = 8
     batch: int = 4
@@ -51,9 +53,13 @@ def fitting_prompts(
     loaded: LoadedModel,
     prompt_tokens: int,
     reply_tokens: int,
+    say: Callable[[str], None],
 ) -> dict[str, str]:
     """The prompt of each op whose prompt fits, with a reply in the model's context, too; none is
     cut off.
+
+    Args:
+        say: is told how many fit.
 
     Raises:
         UsageError: none fits.
@@ -69,6 +75,7 @@ def fitting_prompts(
             f"no prompt fits in {tokens} tokens: the shortest has {min(sizes.values())}",
             f"raise --prompt-tokens; prompt and reply together have {context}",
         )
+    say(f"{len(fit)} of {len(ops)} prompts fit in {tokens} tokens")
     return fit
 
 
@@ -121,7 +128,14 @@ class Rollouts:
         return patcher_reward
 
     def measured(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Of the update, for its line of metrics."""
+        """Of the update, for its line of metrics; each sampling is in the line of one."""
+        if not self._ops:
+            return {"tokens": 0}
+        counts = self._counted()
+        self.samples, self._ops, self._tokens, self._times = [], (), [], (0.0, 0.0)
+        return counts
+
+    def _counted(self) -> dict[str, Any]:
         judged = [each.judged for each in self.samples]
         by_op: dict[str, set[float]] = {}
         for each in judged:
@@ -167,17 +181,19 @@ def reinforce(
     """
     trl, datasets = import_module("trl"), import_module("datasets")
     rollouts = Rollouts(judges, prompts, options.reply_tokens, deadline)
-    writer = UpdateWriter(folder, options.updates, deadline, told, rollouts.measured)
+    rounds = options.updates_per_round
+    writer = UpdateWriter(folder, options.updates, deadline, told, rollouts.measured, rounds)
     ops = in_rounds(list(prompts), options.updates * options.tasks_per_update, options.seed)
     size = options.tasks_per_update * options.replies_per_task
     shared = shared_arguments(
-        folder, options.updates, options.learning_rate, options.seed, options.save_every
+        folder, options.updates, options.learning_rate, options.seed, options.save_every, rounds
     )
     kind = options.method.upper()
     config = getattr(trl, f"{kind}Config")(
         **shared,
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=size // options.batch,
+        generation_batch_size=size * rounds,
         num_generations=options.replies_per_task,
         max_completion_length=options.reply_tokens,
         temperature=options.temperature,

@@ -18,10 +18,18 @@ Told = Callable[[str, int, int], None]
 
 
 def shared_arguments(
-    folder: TrainingFolder, updates: int, learning_rate: float, seed: int, save_every: int
+    folder: TrainingFolder,
+    updates: int,
+    learning_rate: float,
+    seed: int,
+    save_every: int,
+    per_round: int = 1,
 ) -> dict[str, Any]:
     """Arguments that TRL's configurations have in common. The learning rate does not depend on how
     many updates there will be, so that a training can be made longer.
+
+    Args:
+        per_round: updates from one sampling; a checkpoint is only where one ends.
 
     Raises:
         UsageError: see `require_one_gpu`.
@@ -36,7 +44,7 @@ def shared_arguments(
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 5,
         "save_strategy": "steps",
-        "save_steps": save_every,
+        "save_steps": -(-save_every // per_round) * per_round,
         "save_total_limit": 2,
         "logging_steps": 1,
         "report_to": "none",
@@ -53,9 +61,10 @@ class UpdateWriter(TrainerCallback):
     Args:
         folder: of the training.
         updates: to be done.
-        deadline: an update that might end after it is not begun.
+        deadline: a round of updates that might end after it is not begun.
         told: called with (stage, done, total).
         measure: what is known of the update beside loss and time, as fields of `UpdateMetrics`.
+        per_round: updates from one sampling.
     """
 
     def __init__(
@@ -65,20 +74,25 @@ class UpdateWriter(TrainerCallback):
         deadline: Deadline,
         told: Told,
         measure: Callable[[dict[str, Any]], dict[str, Any]],
+        per_round: int = 1,
     ) -> None:
         self._folder, self._updates, self._deadline = folder, updates, deadline
-        self._told, self._measure = told, measure
+        self._told, self._measure, self._per_round = told, measure, per_round
         self.begun_s = 0.0
         """When the update began."""
         self._took_s: list[float] = []
+        self._rounds_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._took_s.append(time.monotonic() - self.begun_s)
+        if state.global_step % self._per_round:
+            return  # what was sampled for the rest of the round is in no checkpoint
+        self._rounds_s.append(sum(self._took_s[-self._per_round :]))
         # the longest of the last few: replies grow and shrink
-        if not self._deadline.leaves(max(self._took_s[-5:])):
+        if not self._deadline.leaves(max(self._rounds_s[-5:])):
             control.should_save = control.should_training_stop = True
 
     def on_log(

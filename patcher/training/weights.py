@@ -87,7 +87,7 @@ def load_model(
         lora: makes the adapter that is trained: a new one, or the given one; None: to sample only.
 
     Raises:
-        UsageError: there is no such model or adapter.
+        UsageError: there is no such model or adapter, or the model's file lacks weights.
         MissingError: `gguf` is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +101,9 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left", **more)
         dtype = torch.bfloat16 if device_here() == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **more, **_unpacked(more))
+        both: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, output_loading_info=True, **more, **_unpacked(more)
+        )
     except ImportError as error:
         if more:
             raise MissingError("GGUF files need gguf", "pip install gguf") from error
@@ -112,6 +114,12 @@ def load_model(
             f"cannot load the model {name}: {said}",
             "give a folder with config.json, weights and tokenizer, an id of the hub, or a .gguf",
         ) from error
+    model, found = both
+    if missing := sorted(found["missing_keys"]):
+        raise UsageError(  # transformers draws them at random, and warns
+            f"the model {name} lacks {len(missing)} of its weights, such as {missing[0]}",
+            "give one that is whole",
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     ends = model.generation_config.eos_token_id

@@ -178,6 +178,30 @@ def test_a_time_limit_ends_it_after_a_checkpoint(whole: Path, model: Path, tmp_p
     assert without_times(read_metrics(folder)[:3]) == without_times(read_metrics(whole))
 
 
+def test_a_round_of_several_updates_is_sampled_once(model: Path, tmp_path: Path) -> None:
+    """A time limit waits for its end, so that nothing sampled is lost."""
+    more = ("--updates", "4", "--updates-per-round", "2")
+    result = patcher(*reinforce(tmp_path / "whole", model, *more), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = read_metrics(tmp_path / "whole")
+    assert [each.replies for each in lines] == [32, 0, 32, 0]
+    assert [each.reward is None for each in lines] == [False, True, False, True]
+    # each update learns from a half of its own, by weights that the one before has changed
+    assert all(each.loss for each in lines)
+    words = reinforce(tmp_path / "rl", model, *more)
+    result = patcher(*words, "--minutes", "0", cwd=tmp_path)
+    assert result.returncode == 4, result.stderr
+    assert "after update 2 of 4" in error_of(result)["message"]
+    result = patcher(*words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert without_times(read_metrics(tmp_path / "rl")) == without_times(lines)
+    assert adapter(tmp_path / "rl") == adapter(tmp_path / "whole")
+    drawn = patcher("train", "curve", str(tmp_path / "rl"), "--out", "rl.svg", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    odd = patcher(*words, "--updates", "5", cwd=tmp_path)
+    assert (odd.returncode, error_of(odd)["kind"]) == (2, "usage")
+
+
 def test_warm_up_then_evaluation_before_and_after(whole: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", REPLIES, chats=True)
     warm = patcher(

@@ -12,8 +12,8 @@ from patcher.bench import UsageError
 HIDDEN, HEADS, WIDE = 32, 2, 64
 
 
-def write_gguf(path: Path) -> None:
-    """A Qwen2 of one layer, whose tokens are bytes."""
+def write_gguf(path: Path, left_out: str = "") -> None:
+    """A Qwen2 of one layer, whose tokens are bytes, less one of its weights."""
     import gguf
     import numpy as np
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -54,6 +54,7 @@ def write_gguf(path: Path) -> None:
     for each in "qkv":
         shapes[f"blk.0.attn_{each}.weight"] = (HIDDEN, HIDDEN)
         shapes[f"blk.0.attn_{each}.bias"] = (HIDDEN,)
+    shapes.pop(left_out, None)
     for name, shape in shapes.items():
         writer.add_tensor(name, draw.standard_normal(shape).astype(np.float32))
     writer.write_header_to_file()
@@ -85,6 +86,17 @@ def test_a_gguf_file_gets_an_adapter_that_is_kept(tmp_path: Path) -> None:
     again = load_model(str(file), tmp_path / "adapter")
     logits = [each.model(**given).logits for each in (loaded, again)]
     assert (logits[0] == logits[1]).all()
+
+
+def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    from patcher.training.weights import load_model
+
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, left_out="blk.0.attn_output.weight")
+    with pytest.raises(UsageError, match=r"lacks 1 of its weights, such as .*o_proj"):
+        load_model(str(file))
 
 
 def test_what_is_no_model_or_no_adapter_is_said(tmp_path: Path) -> None:
