@@ -60,7 +60,7 @@ def test_loops_go_on_over_a_sitting_and_in_another_folder(tmp_path: Path) -> Non
     loops, problems = tmp_path / "loops", tmp_path / "problems.txt"
     shutil.copytree(ROOT / "tests/data/ops" / OP, loops / "imported" / OP)
     problems.write_text(f"# one\nfirst {OP} --iterations 2\n")
-    options = ("--", "--language", "cpp", "--iterations", "5", "--threads", "1")
+    options: tuple[str, ...] = ("--", "--language", "cpp", "--iterations", "5", "--threads", "1")
     options += ("--diagnoser", "off")
     said("start", loops, problems, "--untold", *options)
     assert "0 of 1 loops ended" in said("start", loops, problems, *options)
