@@ -75,9 +75,15 @@ def read_problems(file: Path) -> list[LoopProblem]:
 
 
 class LoopFolder:
-    """What lies in LOOPS, and what is done with it."""
+    """What lies in LOOPS, and what is done with it.
+
+    Raises:
+        UsageError: LOOPS is a file.
+    """
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"{root} is a file", "give the folder of the loops")
         self.root, self.say = root.absolute(), say
         self.exchange = self.root / "exchange"
 

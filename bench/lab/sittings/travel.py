@@ -34,6 +34,9 @@ def pack(loops: LoopFolder, anew: bool = False) -> list[Path]:
 
     Args:
         anew: also what is the same in each sitting: the loops' code and the packages of `wheels`.
+
+    Raises:
+        VerificationError: one of these packages is damaged.
     """
     root, travel = loops.root, loops.root / "travel"
     freeze(root, loops.say)
@@ -42,7 +45,12 @@ def pack(loops: LoopFolder, anew: bool = False) -> list[Path]:
         if anew or not (travel / "site.tar.xz").is_file():
             site = Path(scratch, "site")
             for wheel in sorted((root / "wheels").glob("*.whl")):
-                zipfile.ZipFile(wheel).extractall(site)
+                try:
+                    zipfile.ZipFile(wheel).extractall(site)
+                except zipfile.BadZipFile as error:
+                    raise VerificationError(
+                        f"{wheel} is damaged: {error}", "get it again (bench/lab/wheels.sh)"
+                    ) from error
             shutil.copytree(
                 root / "code", site, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pyc")
             )

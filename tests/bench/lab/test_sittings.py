@@ -338,14 +338,26 @@ def test_what_is_no_whole_verdict_is_not_taken_in(tmp_path: Path) -> None:
 
 
 @needs_git
+def test_a_file_in_place_of_the_loops_and_a_damaged_package_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("a rope\n")
+    with pytest.raises(UsageError, match="is a file"):
+        LoopFolder(file)
+    loops = LoopFolder(tmp_path / "loops")
+    (loops.root / "wheels").mkdir(parents=True)
+    (loops.root / "wheels/half.whl").write_text("half")
+    with pytest.raises(VerificationError, match=r"half\.whl is damaged"):
+        travel.pack(loops)
+    assert not (loops.root / "travel/site.tar.xz").exists()
+
+
+@needs_git
 def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
     kept: dict[str, str | None] = {COMMITS: "0" * 40 + "\n", "runs": None}
     file = archive(tmp_path / "kept.tar.xz", kept | {"code/patcher/__init__.py": "1 / 0"}, {})
     with pytest.raises(VerificationError, match="holds code, which are not kept"):
         keeping.restore(file, LoopFolder(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
-    with pytest.raises(UsageError, match="is not empty"):
-        keeping.restore(file, LoopFolder(file))
     # what was linked in the folder is kept as files
     loops, elsewhere = folder_of_loops(tmp_path / "loops", "0" * 40), tmp_path / "elsewhere"
     (elsewhere / "op").mkdir(parents=True)
