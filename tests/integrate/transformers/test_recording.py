@@ -220,7 +220,7 @@ assert not list(parts_of(file).glob(".*")), "no half files"
 
 
 def test_a_full_disk_costs_calls_of_the_recording_and_none_of_the_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", FULL, tmp_path / "calls.safetensors"]
+    command = [sys.executable, "-P", "-c", FULL, str(tmp_path / "calls.safetensors")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
