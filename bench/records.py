@@ -107,8 +107,12 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    staged.write_bytes(data.encode() if isinstance(data, str) else data)
-    staged.replace(path)
+    try:
+        staged.write_bytes(data.encode() if isinstance(data, str) else data)
+        staged.replace(path)
+    except BaseException:
+        staged.unlink(missing_ok=True)  # half a file would fill a full disk
+        raise
 
 
 def require_file(path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from patcher.bench import PatcherError, UsageError, load_op
+from patcher.bench.judge.call_recording import parts_of
 from patcher.integrate.points import PatchPoint, find_point
 from patcher.integrate.recording import Recorder, RecordingLimits
 from patcher.integrate.switches import Switches
@@ -51,10 +53,21 @@ class RecordedPoint:
         return cls(place, found)
 
     def remove(self) -> None:
-        """Restore the engine and write what is recorded; idempotent."""
+        """Restore the engine and write what is recorded; idempotent.
+
+        Raises:
+            UsageError: the file cannot be written; the engine is restored all the same.
+        """
         self.point.remove()
         self.recorder.close()
-        self.recorder.write()
+        try:
+            self.recorder.write()
+        except OSError as error:
+            file = self.recorder.file
+            raise UsageError(
+                f"cannot write {file}: {error.strerror or error}",
+                f"what was recorded before is in {parts_of(file)}; make room, or name another file",
+            ) from error
 
 
 @contextmanager
@@ -99,8 +112,10 @@ def start_recorders(engine: str, switches: Switches) -> list[RecordedPoint]:
     started: list[RecordedPoint] = []
     if switches.recordings is None:
         return started
+    # with the time: each start of a container has the same process ids
+    process = f"{os.getpid()}-{time.time_ns():x}"
     for name in switches.recorded:
-        file = switches.recordings / f"{engine}-{name}-{os.getpid()}.safetensors"
+        file = switches.recordings / f"{engine}-{name}-{process}.safetensors"
         try:
             limits = RecordingLimits.of(switches.recorded_mb)
             started.append(RecordedPoint.install(engine, name, file, limits=limits))

@@ -223,8 +223,6 @@ class Recorder(Dispatcher):
         if self._bytes + size > self.limits.megabytes * 1e6:
             self.left_out["larger than what is left of the size limit"] += 1
             return
-        self._bytes += size
-        self._values |= fresh
         recorded = tuple(
             RecordedTensor(
                 name=spec.name,
@@ -243,7 +241,14 @@ class Recorder(Dispatcher):
                 number=call.number, tensors=recorded, scalars=scalars, refusal=call.refusal
             )
         )
-        write_part(self.file, self.record(), fresh)
+        try:
+            write_part(self.file, self.record(), fresh)
+        except OSError as error:  # such as a full disk: the engine's call is served all the same
+            self.calls.pop()
+            self.left_out[f"it could not be written: {error.strerror or error}"] += 1
+            return
+        self._bytes += size
+        self._values |= fresh
 
 
 def _guards(contract: Contract, device: str) -> CallGuards:

@@ -61,7 +61,7 @@ class Store:
         if root is None and (home := os.environ.get("PATCHER_HOME")):
             root = Path(home)
         try:
-            self.root = (root or Path.home() / ".patcher").expanduser()
+            self.root = Path(os.path.expanduser(root or Path.home() / ".patcher"))
         except RuntimeError as error:  # an id without a name, as containers have
             raise UsageError(
                 "this user has no home folder, in which applied patches are kept",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -104,7 +105,7 @@ def workload_for(
     if known is not None:
         fit_context(workload, known.config.get("max_position_embeddings"))
     elif weights == "local" and not Path(model).is_dir():
-        refuse_gguf(model, Path(model).expanduser())
+        refuse_gguf(model, Path(os.path.expanduser(model)))
         raise UsageError(
             f"there is no folder {model}", "give the model's folder, or use --weights hub"
         )

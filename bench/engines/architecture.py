@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def model_digest(workload: Workload) -> str:
     found = hashlib.sha256(json.dumps(published_config(workload.model), sort_keys=True).encode())
     if workload.weights != "random":
         folder = config_file(named_model(workload)).parent
-        if Path(named_model(workload)).expanduser().is_dir():
+        if Path(os.path.expanduser(named_model(workload))).is_dir():
             for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS):
                 found.update(f"{file.name} {file.stat().st_size}".encode())
                 with file.open("rb") as data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def config_file(model: str) -> Path:
         UsageError: there is no such folder, file or id.
         MissingError: the hub cannot be reached, or asks for an account.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     refuse_gguf(model, path)
     if path.is_dir():
         path = path / CONFIG

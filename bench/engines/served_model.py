@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ def served_model(workload: Workload) -> str:
     """
     if workload.weights != "random":
         found = weights_id(workload)
-        folder = Path(found).expanduser()
+        folder = Path(os.path.expanduser(found))
         # engines and clients start in folders of their own
         return str(folder.absolute()) if folder.is_dir() else found
     config = full_config(workload.model) | {"torch_dtype": workload.dtype}

@@ -220,7 +220,10 @@ class VllmPlugin:
         """Remove all patches; idempotent."""
         recorders, self.recorders = self.recorders, []
         for each in reversed(recorders):
-            each.remove()
+            try:
+                each.remove()
+            except PatcherError as error:  # patches have to come out all the same
+                log.error("%s; %s", error.message, error.hint)
         if self.active is not None:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None

@@ -62,7 +62,7 @@ class Installation(Record):
 
 def interpreter(given: str) -> str:
     """The path of an interpreter that holds in other folders, too; links of environments stay."""
-    found = shutil.which(Path(given).expanduser())
+    found = shutil.which(os.path.expanduser(given))
     return given if found is None else str(Path(found).absolute())
 
 

@@ -24,6 +24,7 @@ from patcher.commands.throughput_options import (
     SampleSize,
     WorkloadChoice,
 )
+from patcher.commands.throughput_sides import STOCK, side_of
 from patcher.commands.workloads import workload_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ SERVED_PAIRS = 2
 """Process pairs where none are asked for: four starts of a server."""
 BACKENDS = "backends"
 """The switch that stands for the kernels that the engine has."""
-STOCK = "stock"
-"""A side as the baseline is."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ def compare_sides(
 ) -> int:
     """Compare two ways to serve that are told apart by words; returns the exit code."""
     with ExitStack() as stack:
-        sides = tuple(side_of(text, stock, stack) for text in texts)
+        sides = tuple(side_of(text, job.workload.engine, stock, stack) for text in texts)
         return show(job, (sides[0], sides[1]), output, out, page)
 
 
@@ -288,35 +287,6 @@ def tune_as_served(
     write_out(out, found)
     output.emit(found, *tuning_lines(found)[len(found.trials) :])
     return 0
-
-
-def side_of(text: str, base: SideSetup, stack: ExitStack) -> SideSetup:
-    """A side from `NAME=VALUE` words: arguments of the engine, and `python`, `store`, `patch`.
-
-    Raises:
-        UsageError: a word is none of these.
-    """
-    from patcher.ab.options import argument
-    from patcher.ab.served_records import SideSetup
-    from patcher.ab.server import interpreter
-    from patcher.integrate import Patch, unpacked
-
-    arguments, patches = dict(base.arguments), list[Patch]()
-    python, store = base.python, None
-    for word in shlex.split(text) if text != STOCK else ():
-        name, value = argument(word)
-        match name:
-            case "python":
-                python = interpreter(str(value))
-            case "store":
-                store = Path(str(value)).expanduser()
-            case "patch":
-                patches.append(Patch.load(stack.enter_context(unpacked(Path(str(value))))))
-            case _:
-                arguments[name] = value
-    if store is not None and patches:
-        raise UsageError("patches, and a store of patches", "give patch= or store= for a side")
-    return SideSetup(text, arguments, tuple(patches), store, python)
 
 
 def show(

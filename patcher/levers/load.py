@@ -151,7 +151,7 @@ def _shown(auxiliary: AuxiliaryText) -> str:
 
 
 def _read(base: Path, file: Path) -> str:
-    path = base / file.expanduser()
+    path = base / os.path.expanduser(file)
     hint = "correct patcher.toml, or bring the file"
     try:
         size = path.stat().st_size

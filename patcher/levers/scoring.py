@@ -116,7 +116,7 @@ class Scorer:
                         f"the score script of run {self._run.id} was changed", "start a new run"
                     )
                 return text, digest, False
-        text = _text(self._lever.script.expanduser())
+        text = _text(Path(os.path.expanduser(self._lever.script)))
         return text, hashlib.sha256(text.encode()).hexdigest(), True
 
 

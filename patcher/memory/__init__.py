@@ -8,6 +8,7 @@ their actual gain.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,7 +121,7 @@ def open_memory(setting: str) -> Memory | None:
             return None
         case "on":
             return Memory(home_store().root / "memory")
-    folder = Path(setting).expanduser()
+    folder = Path(os.path.expanduser(setting))
     if file := obstacle(folder):
         raise UsageError(
             f"{file} is a file, where memory needs a folder",

@@ -12,6 +12,7 @@ from patcher.bench.judge.contract_observation import (
     ObservedGroup,
     TensorValues,
 )
+from patcher.visible import visible
 
 
 def observed_tables(found: ContractObservation) -> Iterator[Table | Text]:
@@ -25,19 +26,24 @@ def observed_tables(found: ContractObservation) -> Iterator[Table | Text]:
     yield _tensors(found)
     for index, group in enumerate(found.groups):
         for line in (*group.not_judged, *([group.problem] if group.problem else [])):
-            yield Text(f"group {index}: {line}")
+            yield _shown(f"group {index}: {line}")
     for reason, count in found.left_out.items():
-        yield Text(f"not recorded: {count:,}: {reason}")
+        yield _shown(f"not recorded: {count:,}: {reason}")
 
 
 def _groups(title: str, found: ContractObservation) -> Table:
-    table = Table(title=title)
+    table = Table(title=_shown(title))
     for name in ("group", "calls", "sizes", "contract", "engine's error", "baseline's", "judged"):
         table.add_column(name)
     for index, group in enumerate(found.groups):
         row = group.sizes, group.finding, _errors(group.error), _errors(group.baseline)
-        table.add_row(str(index), str(len(group.calls)), *row, _judged(group))
+        table.add_row(str(index), str(len(group.calls)), *map(_shown, row), _judged(group))
     return table
+
+
+def _shown(text: str) -> Text:
+    """A recording may be of others, who wrote its header: neither escapes nor markup are obeyed."""
+    return Text(visible(text))
 
 
 def _judged(group: ObservedGroup) -> str:
@@ -57,7 +63,8 @@ def _tensors(found: ContractObservation) -> Table:
     for index, group in enumerate(found.groups):
         for each in group.tensors:
             shape, strides = str(list(each.shape)), str(list(each.strides))
-            table.add_row(str(index), each.name, each.dtype, shape, strides, _range(each))
+            row = each.name, each.dtype, shape, strides, _range(each)
+            table.add_row(str(index), *map(_shown, row))
     return table
 
 

@@ -61,7 +61,7 @@ def commit_of(loops: Path) -> str:
         UsageError: nobody wrote it down.
     """
     file = loops / COMMITS
-    lines = file.read_text(encoding="ascii").split("\n") if file.is_file() else []
+    lines = file.read_text(encoding="ascii", errors="replace").split("\n") if file.is_file() else []
     if not (named := [line for line in lines if line]):
         raise UsageError(
             f"{file} does not say of which commit the loops' code is", "write the commit into it"

@@ -34,7 +34,8 @@ def keep(loops: LoopFolder, file: Path) -> int:
     names = [name for name in KEPT if (loops.root / name).exists()]
     file.parent.mkdir(parents=True, exist_ok=True)
     left_out = (f"--exclude={each}" for each in LEFT_OUT)
-    compress(file.absolute(), loops.root, names, *left_out, level="-9e")
+    files = ("--dereference", "--hard-dereference")  # `restore` takes no links
+    compress(file.absolute(), loops.root, names, *files, *left_out, level="-9e")
     return file.stat().st_size
 
 
@@ -52,7 +53,7 @@ def restore(file: Path, loops: LoopFolder, same_code: bool = False) -> str | Non
         VerificationError: the file is damaged, or no kept loops.
     """
     root = loops.root
-    if root.exists() and any(root.iterdir()):
+    if root.exists() and not (root.is_dir() and not any(root.iterdir())):
         raise UsageError(f"{root} is not empty", "name a new folder")
     here = commit_here()
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +63,11 @@ def restore(file: Path, loops: LoopFolder, same_code: bool = False) -> str | Non
         extract(file, made)
         if not (made / COMMITS).is_file():
             raise VerificationError(f"{file} holds no kept loops", "give what `keep` made")
+        # such as code, which would run in place of this checkout's
+        if strange := sorted(path.name for path in made.iterdir() if path.name not in KEPT):
+            raise VerificationError(
+                f"{file} holds {', '.join(strange)}, which are not kept", "give what `keep` made"
+            )
         kept = commit_of(made)
         freeze(made, loops.say, full_commit(kept.removesuffix(CHANGED)) if same_code else None)
         made.replace(root)

@@ -30,7 +30,7 @@ LIMIT_S = 600
 """Of one command: nothing is judged and no model is asked in it."""
 TOLD_LINES = 5
 """Of the log of a command that failed."""
-PROMPT, REPLY = ".prompt.md", ".reply.md"
+PROMPT, REPLY, LOG = ".prompt.md", ".reply.md", ".log"
 _NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -67,14 +67,23 @@ def read_problems(file: Path) -> list[LoopProblem]:
             )
         if words[0] in found:
             raise UsageError(f"{file}, line {number}: {words[0]} is there twice", "rename one")
+        if words[0].endswith(LOG):
+            hint = "rename it: the log of a loop is beside its run"
+            raise UsageError(f"{file}, line {number}: {words[0]} ends in {LOG}", hint)
         found[words[0]] = LoopProblem(words[0], words[1], tuple(words[2:]))
     return list(found.values())
 
 
 class LoopFolder:
-    """What lies in LOOPS, and what is done with it."""
+    """What lies in LOOPS, and what is done with it.
+
+    Raises:
+        UsageError: LOOPS is a file.
+    """
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"{root} is a file", "give the folder of the loops")
         self.root, self.say = root.absolute(), say
         self.exchange = self.root / "exchange"
 
@@ -168,7 +177,7 @@ class LoopFolder:
         }
         runs = self.root / "runs"
         runs.mkdir(exist_ok=True)
-        with (runs / f"{name}.log").open("wb") as log:
+        with (runs / f"{name}{LOG}").open("wb") as log:
             try:
                 return subprocess.run(
                     [sys.executable, "-P", "-m", "patcher", *words],
@@ -183,7 +192,7 @@ class LoopFolder:
                 return 124
 
     def _told(self, name: str, code: int) -> str:
-        log = (self.root / "runs" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        log = (self.root / "runs" / f"{name}{LOG}").read_text(encoding="utf-8", errors="replace")
         return "\n  ".join([f"{name}: exit code {code}", *log.splitlines()[-TOLD_LINES:]])
 
     def open_prompts(self) -> list[Path]:

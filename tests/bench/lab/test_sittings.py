@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +60,7 @@ def test_loops_go_on_over_a_sitting_and_in_another_folder(tmp_path: Path) -> Non
     loops, problems = tmp_path / "loops", tmp_path / "problems.txt"
     shutil.copytree(ROOT / "tests/data/ops" / OP, loops / "imported" / OP)
     problems.write_text(f"# one\nfirst {OP} --iterations 2\n")
-    options = ("--", "--language", "cpp", "--iterations", "5", "--threads", "1")
+    options: tuple[str, ...] = ("--", "--language", "cpp", "--iterations", "5", "--threads", "1")
     options += ("--diagnoser", "off")
     said("start", loops, problems, "--untold", *options)
     assert "0 of 1 loops ended" in said("start", loops, problems, *options)
@@ -144,6 +146,7 @@ def test_loops_of_unknown_code_are_not_kept(tmp_path: Path) -> None:
         ("a --sweep rope\n", "line 1 does not begin"),
         ("a rope\na rope # again\n", "line 2: a is there twice"),
         ('a rope "\n', "line 1: No closing quotation"),
+        ("a.log rope\n", "line 1: a.log ends in .log"),
     ],
 )
 def test_a_list_of_problems_that_says_too_little_is_refused(
@@ -250,3 +253,117 @@ def test_what_is_no_sitting_is_not_taken_in(tmp_path: Path) -> None:
     (tmp_path / "back.tar.xz").write_bytes(b"damaged")
     with pytest.raises(VerificationError, match="cannot unpack"):
         travel.back(LoopFolder(tmp_path), tmp_path)
+
+
+LOG: dict[str, str | None] = {"log/verdicts.txt": "x\n", "log/machine.txt": "m\n"}
+WHOLE = {"exchange/results/a-1/manifest.json": "{}\n"}
+
+
+def archive(file: Path, entries: dict[str, str | None], links: dict[str, str]) -> Path:
+    """One with files, folders (None) and links."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w:xz") as opened:
+        for name, text in entries.items():
+            member, data = tarfile.TarInfo(name), (text or "").encode()
+            member.size, member.mode = len(data), 0o755
+            member.type = tarfile.DIRTYPE if text is None else tarfile.REGTYPE
+            opened.addfile(member, io.BytesIO(data))
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            hard = not target.startswith((".", "nothing"))
+            member.type = tarfile.LNKTYPE if hard else tarfile.SYMTYPE
+            member.linkname = target
+            opened.addfile(member)
+    return file
+
+
+ODD = "exchange/results/a-1/odd"
+
+
+@pytest.mark.parametrize(
+    ("entries", "links", "words"),
+    [
+        (LOG | WHOLE, {ODD: "nothing"}, "is a special file"),
+        # each of two doubles what the other leads to
+        (LOG | WHOLE, {ODD: ".", f"{ODD}2": "."}, "is a special file"),
+        (LOG | WHOLE, {ODD: "log/verdicts.txt"}, "is a special file"),
+        (LOG, {"exchange/results/a-1": "../../log"}, "is a special file"),
+        ({"../../out": "x"} | LOG, {}, "outside the destination"),
+        (WHOLE, {}, r"holds no verdicts\.txt"),
+        ({"log": "x"}, {}, r"holds no verdicts\.txt"),
+        ({"log/verdicts.txt": "x"} | WHOLE, {}, r"holds no machine\.txt"),
+        (LOG | {"exchange/machines/zeros": "\0" * 70_000}, {}, "holds more than 65,536 bytes"),
+    ],
+)
+def test_an_archive_that_no_sitting_made_is_refused_and_leaves_nothing(
+    entries: dict[str, str | None],
+    links: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "65,536" in words:
+        monkeypatch.setattr(travel, "MOST_BYTES", 1 << 16)
+    loops = LoopFolder(tmp_path / "loops")
+    loops.root.mkdir()
+    archive(tmp_path / "out/back.tar.xz", entries, links)
+    with pytest.raises(VerificationError, match=words):
+        travel.back(loops, tmp_path / "out")
+    assert not list(loops.root.iterdir())
+    with pytest.raises(UsageError, match="no folder"):
+        travel.back(LoopFolder(tmp_path / "none"), tmp_path / "out")
+
+
+def test_what_is_no_whole_verdict_is_not_taken_in(tmp_path: Path) -> None:
+    loops = LoopFolder(tmp_path / "loops")
+    job(loops.exchange, "a-1")
+    half = loops.exchange / "results/a-1/result.json"
+    half.parent.mkdir(parents=True)
+    half.write_text("of a command that was interrupted")
+    odd: dict[str, str | None] = {
+        "exchange/results/b-1/result.json": "half",
+        "exchange/results/c-1": "a file",
+        "exchange/machines/m.json/n": "in a folder",
+        "exchange/put-off/a-1/job.json": "known",
+        "exchange/put-off/b c/job.json": "not known",
+    }
+    given = LOG | WHOLE | {"exchange/results/a-1/result.json": "whole"} | odd
+    archive(tmp_path / "out/back.tar.xz", given, {})
+    for _ in range(2):
+        travel.back(loops, tmp_path / "out")
+        assert [path.name for path in (loops.exchange / "results").iterdir()] == ["a-1"]
+        assert half.read_text() == "whole"
+        assert not (loops.exchange / "machines").exists()
+        assert (loops.exchange / "late.txt").read_text() == "a-1\n"
+
+
+@needs_git
+def test_a_file_in_place_of_the_loops_and_a_damaged_package_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("a rope\n")
+    with pytest.raises(UsageError, match="is a file"):
+        LoopFolder(file)
+    loops = LoopFolder(tmp_path / "loops")
+    (loops.root / "wheels").mkdir(parents=True)
+    (loops.root / "wheels/half.whl").write_text("half")
+    with pytest.raises(VerificationError, match=r"half\.whl is damaged"):
+        travel.pack(loops)
+    assert not (loops.root / "travel/site.tar.xz").exists()
+
+
+@needs_git
+def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
+    kept: dict[str, str | None] = {COMMITS: "0" * 40 + "\n", "runs": None}
+    file = archive(tmp_path / "kept.tar.xz", kept | {"code/patcher/__init__.py": "1 / 0"}, {})
+    with pytest.raises(VerificationError, match="holds code, which are not kept"):
+        keeping.restore(file, LoopFolder(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    # what was linked in the folder is kept as files
+    loops, elsewhere = folder_of_loops(tmp_path / "loops", "0" * 40), tmp_path / "elsewhere"
+    (elsewhere / "op").mkdir(parents=True)
+    (elsewhere / "op/op.toml").write_text("x")
+    (loops.root / "imported").symlink_to(elsewhere)
+    os.link(elsewhere / "op/op.toml", elsewhere / "op/again.toml")
+    keeping.keep(loops, file)
+    keeping.restore(file, LoopFolder(tmp_path / "new"))
+    assert (tmp_path / "new/imported/op/again.toml").read_text() == "x"

@@ -173,6 +173,58 @@ def test_each_call_is_written_once_and_read_before_the_end(tmp_path: Path) -> No
         assert one.outputs["output"].equal(other.outputs["output"])
 
 
+FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+from patcher.bench import UsageError
+from patcher.bench.judge.contract_observation import observe
+from patcher.integrate.recorders import recorder
+from patcher.bench.judge.call_recording import parts_of
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing more is an error
+
+def room(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+def counted(found):
+    full = sum(n for why, n in found.left_out.items() if "could not be written" in why)
+    return len(found.calls), full
+
+sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=4, **sizes)).eval()
+file, tokens = Path(sys.argv[1]), torch.ones(2, 8, dtype=torch.int64)
+with torch.inference_mode():
+    expected = model(tokens[:, :4]).logits
+    try:
+        with recorder("transformers", "norm", file, model) as found:
+            model(tokens)
+            before, _ = counted(found)
+            room(3000)
+            assert torch.equal(model(tokens[:, :4]).logits, expected), "the call is served"
+            assert counted(found) == (before, 7)
+            room(resource.RLIM_INFINITY)
+            model(tokens[:, :2])
+            assert counted(found)[0] > before
+            assert sum(len(group.calls) for group in observe(file).groups) == len(found.calls)
+            room(3000)
+    except UsageError as error:
+        assert "cannot write" in error.message and "calls.safetensors.parts" in error.hint, error
+    else:
+        raise AssertionError("it was written")
+    room(resource.RLIM_INFINITY)
+    assert torch.equal(model(tokens[:, :4]).logits, expected)
+assert sum(len(group.calls) for group in observe(file).groups) == len(found.calls)
+assert [path.name for path in file.parent.iterdir()] == [parts_of(file).name]
+assert not list(parts_of(file).glob(".*")), "no half files"
+"""
+
+
+def test_a_full_disk_costs_calls_of_the_recording_and_none_of_the_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", FULL, str(tmp_path / "calls.safetensors")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path

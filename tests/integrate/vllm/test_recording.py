@@ -13,7 +13,8 @@ from vllm_here import config, needs_vllm
 from patcher.bench import UsageError, load_op
 from patcher.bench.judge.call_recording import read_recording
 from patcher.bench.judge.contract_observation import observe
-from patcher.integrate.recorders import recorder
+from patcher.integrate.recorders import recorder, start_recorders
+from patcher.integrate.switches import Switches
 from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
@@ -91,6 +92,42 @@ def test_points_that_are_given_text_are_not_recorded(name: str, tmp_path: Path) 
     ):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_with_the_id_of_a_former_one_has_a_file_of_its_own(
+    tmp_path: Path, config: Any
+) -> None:
+    switches = Switches("off", True, None, recorded=("norm.plain",), recordings=tmp_path)
+    for rows in (1, 2):
+        [started] = start_recorders("vllm", switches)
+        started.recorder.waits = False
+        norm()(torch.randn(rows, SIZE))
+        started.remove()
+    files = [read_recording(each, load_op("rms_norm").contract)[1] for each in tmp_path.iterdir()]
+    assert sorted(call.inputs["input"].shape[0] for [call] in files) == [1, 2]
+
+
+def test_recordings_that_cannot_be_written_leave_no_point_replaced(
+    tmp_path: Path, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from patcher.integrate.vllm.plugin import VllmPlugin
+
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file in place of the folder")
+    names = ("norm.plain", "linear")
+    switches = Switches("off", True, None, recorded=names, recordings=blocked)
+    plugin = VllmPlugin()
+    plugin.recorders = start_recorders("vllm", switches)
+    points = [each.point for each in plugin.recorders]
+    for each in plugin.recorders:
+        each.recorder.waits = False
+    layer, rows = norm(), torch.randn(TOKENS, SIZE)
+    recorded = layer(rows)
+    plugin.leave()
+    assert torch.equal(layer(rows), recorded)
+    assert caplog.text.count("cannot write") == len(names)
+    for point in points:
+        point.find()  # the engine's own code is there again
 
 
 def test_a_worker_records_what_its_environment_asks_for_once_it_serves(

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,7 @@ from patcher.bench.engines.serving import client_of, clients, flags, request_lin
 from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
 from patcher.commands.console import app
+from patcher.commands.throughput_sides import side_of
 from patcher.integrate import Receipt
 from patcher.integrate import vllm as vllm_plugin
 from patcher.report.served import served_html, served_markdown
@@ -775,6 +777,54 @@ def test_a_side_names_its_interpreter_from_the_folder_of_the_command(
     found = CliRunner().invoke(app, words, standalone_mode=False)
     assert found.exception is None, found.output
     assert json.loads(found.stdout)["comparison"]["process_pairs"] == 1
+
+
+@pytest.mark.parametrize("given", ["0.30", "1.0", "true", "null", "~/a store"])
+def test_a_path_of_a_side_is_taken_as_it_is_written(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = Path(os.path.expanduser(given))
+    python = folder / "bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    one = {"id": "norm-1", "digest": DIGEST, "engine": "vllm", "point": "norm", "op": "x"}
+    (folder / "applied.json").write_text(json.dumps({"applied": [one]}))
+    with ExitStack() as stack:
+        text = f"'store={given}' 'python={given}/bin/python'"
+        side = side_of(text, "vllm", SideSetup("stock", {}), stack)
+        assert side.store is not None
+        assert side.store.absolute() == folder.absolute()
+        assert side.python == str(python.absolute())
+        with pytest.raises(UsageError, match="no patch of sglang is applied"):
+            side_of(text, "sglang", SideSetup("stock", {}), stack)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("store=none", "no patch of vllm is applied in none"),
+        ("store=~nobody-here/store", "no patch of vllm is applied in ~nobody-here/store"),
+        ("patch=~nobody-here/patch", "~nobody-here/patch is not a patch bundle"),
+        ("'store=a", "No closing quotation"),
+        ("x=1 x=2", "says x twice"),
+        ("python=a python=b", "says python twice"),
+    ],
+)
+def test_a_side_that_would_be_another_one_is_refused(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack, pytest.raises(UsageError, match=re.escape(said)):
+        side_of(text, "vllm", SideSetup("stock", {}), stack)
+
+
+def test_a_home_of_nobody_is_a_folder_that_is_not_there() -> None:
+    words = ["profile", "~nobody-here/model", "--device", "cpu"]
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, PatcherError), found.exception
+    assert server.interpreter("~nobody-here/python") == "~nobody-here/python"
 
 
 def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:

@@ -12,6 +12,7 @@ from command_line import error_of, patcher
 
 import patcher as api
 from patcher.bench import load_op
+from patcher.bench.judge.call_recording import read_recording, write_recording
 
 SIZES = {
     "hidden_size": 64,
@@ -69,3 +70,26 @@ def test_a_recording_is_not_sent_elsewhere(recording: Path, tmp_path: Path) -> N
     words = ("evaluate", "silu_and_mul", str(source), "--recorded", str(recording), "--json")
     error = error_of(patcher(*words, "--judge", f"exchange:{tmp_path}", cwd=tmp_path))
     assert error["message"] == "a recording is not sent to a judge elsewhere"
+
+
+def test_a_header_that_others_wrote_neither_steers_a_terminal_nor_is_markup(
+    recording: Path, tmp_path: Path
+) -> None:
+    contract = load_op("silu_and_mul").contract
+    record, calls = read_recording(recording, contract)
+    values = {
+        each.given or each.made: (call.inputs if each.given else call.outputs)[each.name]
+        for call in calls
+        for each in call.record.tensors
+    }
+    refused = tuple(
+        call.model_copy(update={"refusal": "no\x1b]0;title\x07 [/red]"}) for call in record.calls
+    )
+    said = {"device": "[/b] \x1b[2J", "left_out": {"why\x1b[1A": 1}, "calls": refused}
+    file = tmp_path / "theirs.safetensors"
+    write_recording(file, record.model_copy(update=said), values)
+    shown = patcher("ops", "observe", str(file), cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b" not in shown.stdout
+    for part in ("[/b] <U+001B>[2J", "<U+0007> [/red]", "why<U+001B>"):
+        assert part in " ".join(shown.stdout.split())
