@@ -155,6 +155,20 @@ def test_choices_of_other_ranks_add_nothing(kind: str, name: str) -> None:
         assert torch.allclose(during, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+@torch.inference_mode()
+def test_no_tokens_give_no_rows(name: str) -> None:
+    model = built("mixtral")
+    model.set_experts_implementation(name)
+    [experts, _] = experts_of(model)
+    none = tuple(each[:0] for each in some_calls(experts))
+    expected = experts(*none)
+    for kernel in (original_kernel("experts.sum"), reference_kernel("experts.sum")):
+        with inside(ExpertsSums(model), kernel) as book:
+            assert experts(*none).shape == expected.shape == (0, 64)
+        assert book.calls.total() + book.reasons.total() == 1
+
+
 def test_gradients_autocast_and_parametrised_weights_run_the_models_own() -> None:
     model = built("mixtral")
     [experts, _] = experts_of(model)
