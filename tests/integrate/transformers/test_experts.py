@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_what_is_put_between_the_matmuls_later_is_what_runs(
     with inside(ExpertsWhole(model), original_kernel("experts")) as book:
         before = experts(*given)
         if of == "module":
-            experts._apply_gate = swapped.__get__(experts)
+            experts._apply_gate = partial(swapped, experts)
         else:
             monkeypatch.setattr(kind_of(experts), "_apply_gate", swapped)
         during = experts(*given)
