@@ -8,9 +8,12 @@ other models of the process call them, too.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType
 from typing import Any
+
+import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.transformers.swap import Forward
@@ -69,6 +72,21 @@ def with_text(function: Any, text: ast.FunctionDef, free: str, value: object) ->
         return _copy(forward, forward.__globals__, (CellType(value),), code)
 
     return _within(function, other)
+
+
+class NamesInFile:
+    """What the names of a file stand for by which a forward calls others, when it is copied."""
+
+    def __init__(self, forward: Any) -> None:
+        inner = inspect.unwrap(forward)
+        self.names: dict[str, Any] = inner.__globals__
+        self.known = {each: self.names.get(each) for each in inner.__code__.co_names}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def stand_for_others(file: NamesInFile) -> bool:
+    """Whether other code has put another function under such a name since."""
+    return any(file.names.get(name) is not was for name, was in file.known.items())
 
 
 def _within(function: Any, remake: Callable[[FunctionType], FunctionType | None]) -> Any:

@@ -114,7 +114,7 @@ def weigh_and_sum(
     rows: torch.Tensor, row_map: torch.Tensor, scales: torch.Tensor, output: torch.Tensor
 ) -> None:
     """The end of both functions after the down projection: scale, unsort, sum."""
-    chosen = rows[0][row_map.view(-1).long()].view(*row_map.shape, -1)
+    chosen = rows[0][row_map.long()]
     weighed = (chosen * scales.unsqueeze(-1)).masked_fill((row_map < 0).unsqueeze(-1), 0.0)
     output.copy_(weighed.sum(1))
 

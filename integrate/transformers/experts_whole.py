@@ -97,7 +97,7 @@ class ExpertsWhole(ProbedPoint):
 def _forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
     functions = own_functions()
     known = {**settings_of(experts), _ACTIVATION: _now(experts, _ACTIVATION)}
-    settings = tuple(known.items())
+    settings, gate = tuple(known.items()), _Gate(experts)
     # the activation is no longer called
     onlookers = Onlookers(lambda: (_modules(experts), ()), *map(type, _modules(experts)))
 
@@ -108,6 +108,7 @@ def _forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
             or _of_another_function(experts, functions)
             or changed(experts)
             or next((_told(name) for name, was in settings if _now(experts, name) != was), None)
+            or (_told(_ACTIVATION) if _is_another(gate) else None)
             or onlookers.refusal()
         )
         if refusal is not None:
@@ -129,6 +130,19 @@ def _now(experts: Any, name: str) -> Any:
 
 def _told(name: str) -> str:
     return "the activation was replaced" if name == _ACTIVATION else "its settings were changed"
+
+
+class _Gate:
+    """What a module computes between its matmuls: the function, of its class or its own."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts, self.function = experts, experts._apply_gate
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_another(gate: _Gate) -> bool:
+    """Whether other code has put another function in the place of a module's."""
+    return bool(gate.experts._apply_gate != gate.function)
 
 
 def _arguments(

@@ -17,7 +17,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.modules import module as nn_module
 
 from patcher.integrate.guards import FOREIGN, dispatches_itself
-from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.parts import kind_of, without_patches
 
 Modules = tuple[torch.nn.Module, ...]
 
@@ -39,6 +39,7 @@ class Onlookers:
             skipped_kinds: the classes that may be no longer called.
         """
         self._watched, self._kinds = watched, skipped_kinds
+        self._own = {kind: kind.forward for kind in map(without_patches, skipped_kinds)}
         self.keeps = False
         """Whether a part that is neither torch's nor transformers' may keep an output, so that only
         a copy may be overwritten."""
@@ -52,6 +53,8 @@ class Onlookers:
         self._attributes: list[dict[str, Any]] = []
         self._replaced: list[bool] = []
         """Which modules have a forward in their own attributes."""
+        self._forwards: dict[type[torch.nn.Module], Any] = {}
+        """By class: its forward, which other code may replace."""
 
     def refusal(self) -> str | None:
         """Why the work must not be done in place; None if it may be."""
@@ -85,16 +88,15 @@ class Onlookers:
             *(module._forward_hooks for module in self._modules),
             *(module._forward_pre_hooks for module in skipped),
         ]
-        self.keeps = any(self._replaced) or not all(
-            kind_of(module).__module__.startswith(_PLAIN) for module in self._modules
-        )
+        self._forwards = {kind: kind.forward for kind in map(kind_of, self._modules)}
+        self.keeps = any(self._replaced) or not all(map(_is_plain, self._forwards))
         self._refusal = next(
             (
                 f"the forward of {kind.__name__} was replaced"
-                if kind in self._kinds
+                if kind in self._own
                 else f"{kind.__name__} is not {self._kinds[-1].__name__}"
                 for module, kind in ((module, kind_of(module)) for module in skipped)
-                if kind not in self._kinds or "forward" in module.__dict__
+                if self._own.get(kind) is not kind.forward or "forward" in module.__dict__
             ),
             None,
         )
@@ -106,6 +108,7 @@ class Onlookers:
             or any(self._childless)
             or any(tuple(now.values()) != known for now, known in self._children)
             or list(map(contains, self._attributes, repeat("forward"))) != self._replaced
+            or any(kind.forward is not was for kind, was in self._forwards.items())
         )
 
 
@@ -114,8 +117,10 @@ def _look_again(onlookers: Onlookers) -> None:
     onlookers.look_again()
 
 
-_PLAIN = ("torch.", "transformers.")
-"""Packages whose modules keep no output."""
+def _is_plain(kind: type[torch.nn.Module]) -> bool:
+    """Whether class and forward are of a package whose modules keep no output."""
+    places = kind.__module__, str(getattr(kind.forward, "__module__", ""))
+    return all(place.startswith(("torch.", "transformers.")) for place in places)
 
 
 def observer_of(args: Iterable[object]) -> str | None:

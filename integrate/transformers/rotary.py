@@ -16,7 +16,11 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.copied_forward import with_function
+from patcher.integrate.transformers.copied_forward import (
+    NamesInFile,
+    stand_for_others,
+    with_function,
+)
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import check_kinds, kind_of
@@ -87,7 +91,12 @@ class GptOssRotaryEmbedding(GptOssPoint):
             lambda original: self._rotation(attention, original, seam),
         )
 
+        file = NamesInFile(kind_of(attention).forward)
+
         def forward(*args: Any, **more: Any) -> Any:
+            if stand_for_others(file):
+                seam.refuse("a function of its file was replaced")
+                return original(*args, **more)
             return ours(attention, *args, **more)
 
         return forward

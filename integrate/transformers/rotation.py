@@ -17,7 +17,11 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.copied_forward import with_function
+from patcher.integrate.transformers.copied_forward import (
+    NamesInFile,
+    stand_for_others,
+    with_function,
+)
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
@@ -123,7 +127,12 @@ class Rotations(ProbedPoint):
             kind_of(part).forward, turn.name, lambda own: self._rotation(part, turn, own, seam)
         )
 
+        file = NamesInFile(kind_of(part).forward)
+
         def forward(*args: Any, **more: Any) -> Any:
+            if stand_for_others(file):
+                seam.refuse("a function of its file was replaced")
+                return original(*args, **more)
             return ours(part, *args, **more)
 
         return forward

@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from patcher.integrate.transformers.onlookers import observer_of
 from patcher.integrate.transformers.parts import kind_of, without_patches
 
@@ -73,18 +75,21 @@ class ModuleSwap:
 
     def _subclass(self, base: Any) -> type[Any]:
         own, module, refuse, state = base.forward, self.module, self._refuse, _State()
+        kind, known = self._own, self._own.forward
         ours = self._make(functools.partial(own, module))
 
         @functools.wraps(own)
         def forward(instance: Any, *args: Any, **more: Any) -> Any:
             if not state.active:
-                return own(instance, *args, **more)
+                return base.forward(instance, *args, **more)
             copied = "a copy of a patched module" if instance is not module else None
             reason = copied or observer_of((*args, *more.values()))
+            if reason is None and _has_another(kind, known):
+                reason = f"the forward of {kind.__name__} was replaced"
             if reason is None:
                 return ours(*args, **more)
             refuse(reason)
-            return own(instance, *args, **more)
+            return base.forward(instance, *args, **more)
 
         def __reduce_ex__(instance: Any, protocol: Any) -> Any:
             # copies and pickles are of the class without patches
@@ -107,6 +112,12 @@ class ModuleSwap:
             },
         )
         return made
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_another(kind: Any, known: Forward) -> bool:
+    """Whether other code has given a class another forward than the one that was patched."""
+    return kind.forward is not known
 
 
 class _State:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REGIMES = ("normal", "agreed", "signed", "skipped", "repeated", "experts", "inf", "nan")
+REGIMES = ("normal", "agreed", "signed", "skipped", "repeated", "experts", "inf")
 """`normal` is timed."""
 
 
 def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
-    """All tensors of the contract in the point's dtypes; `inf` and `nan`, which mean nothing, plant
-    large numbers.
+    """All tensors of the contract in the point's dtypes; `inf`, which means nothing, plants large
+    numbers.
 
     Raises:
         ValueError: unknown regime.
@@ -36,7 +36,7 @@ def make(point: Any, generator: torch.Generator, regime: str) -> dict[str, Tenso
             scores = scores[:1].expand(tokens, experts)
         case "experts":  # experts differ much, so that another's weights show
             down *= torch.exp2(torch.arange(experts, device=device) % 5 - 2.0)[:, None, None]
-        case "inf" | "nan":
+        case "inf":
             x[:, 0] = 100.0
         case _:
             raise ValueError(f"unknown regime {regime!r}")

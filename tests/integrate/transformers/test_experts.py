@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers.experts_modules import are_experts, some_calls
 from patcher.integrate.transformers.experts_whole import ExpertsWhole
+from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
 
@@ -216,6 +218,26 @@ def test_gradients_autocast_hooks_and_changes_run_the_models_own() -> None:
         "the activation was replaced": 1,
         "its settings were changed": 1,
     }
+
+
+@pytest.mark.parametrize("of", ["module", "class"])
+@torch.inference_mode()
+def test_what_is_put_between_the_matmuls_later_is_what_runs(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built("mixtral")
+    [experts, _] = experts_of(model)
+    given = some_calls(experts)
+    with inside(ExpertsWhole(model), original_kernel("experts")) as book:
+        before = experts(*given)
+        if of == "module":
+            experts._apply_gate = partial(swapped, experts)
+        else:
+            monkeypatch.setattr(kind_of(experts), "_apply_gate", swapped)
+        during = experts(*given)
+    assert during.equal(experts(*given))
+    assert not torch.allclose(during, before)
+    assert dict(book.reasons) == {"the activation was replaced": 1}
 
 
 @torch.inference_mode()

@@ -155,6 +155,20 @@ def test_choices_of_other_ranks_add_nothing(kind: str, name: str) -> None:
         assert torch.allclose(during, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+@torch.inference_mode()
+def test_no_tokens_give_no_rows(name: str) -> None:
+    model = built("mixtral")
+    model.set_experts_implementation(name)
+    [experts, _] = experts_of(model)
+    none = tuple(each[:0] for each in some_calls(experts))
+    expected = experts(*none)
+    for kernel in (original_kernel("experts.sum"), reference_kernel("experts.sum")):
+        with inside(ExpertsSums(model), kernel) as book:
+            assert experts(*none).shape == expected.shape == (0, 64)
+        assert book.calls.total() + book.reasons.total() == 1
+
+
 def test_gradients_autocast_and_parametrised_weights_run_the_models_own() -> None:
     model = built("mixtral")
     [experts, _] = experts_of(model)
@@ -284,7 +298,7 @@ def test_experts_that_are_loaded_quantised_are_not_promised(tmp_path: Any) -> No
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     told = {**full_config(str(tmp_path)), "quantization_config": {"quant_method": "fp8"}}
     said = of_model("experts.sum", lambda: told)
-    assert said == "mixtral has MixtralExperts, without those that are loaded quantised (fp8)"
+    assert said.endswith("layers of experts.sum, without those that are loaded quantised (fp8)")
     assert calls_in_step("transformers", "experts.sum", told) is None
 
 
