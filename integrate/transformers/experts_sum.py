@@ -12,35 +12,32 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.experts import forward_with_sum
 from patcher.integrate.transformers.experts_modules import (
     alike,
-    are_experts,
     changed,
     not_in_memory,
     of_another_class,
     some_calls,
 )
+from patcher.integrate.transformers.experts_point import ExpertsPoint
 from patcher.integrate.transformers.experts_rows import (
     ROWS,
-    check_registry,
     own_functions,
     weigh_and_sum,
 )
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.parts import UNTRIED, bare, sentence_of
-from patcher.integrate.transformers.probed import ELSE, ProbedPoint
+from patcher.integrate.transformers.probed import ELSE
 from patcher.integrate.transformers.swap import Forward
 
 
-class ExpertsSums(ProbedPoint):
+class ExpertsSums(ExpertsPoint):
     """Replaces the `forward` of experts modules."""
 
     name: ClassVar[str] = "experts.sum"
     op: ClassVar[str] = "moe_reduce"
-    role, others = "experts module", "layers"
     wanted: ClassVar[str] = "that transformers' grouped_mm or batched_mm runs"
 
     @classmethod
@@ -55,22 +52,6 @@ class ExpertsSums(ProbedPoint):
     @staticmethod
     def original(*args: Any) -> None:
         weigh_and_sum(*args)
-
-    def find(self) -> str:
-        check_registry()
-        return super().find()
-
-    def install(self, kernel: Dispatcher) -> None:
-        check_registry()
-        super().install(kernel)
-
-    def of_role(self, layer: Any) -> bool:
-        """See `LayerPoint`."""
-        return are_experts(layer)
-
-    def computes(self, part: Any) -> bool:
-        """See `ProbedPoint`."""
-        return self.applies(part) is None
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""

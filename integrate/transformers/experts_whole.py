@@ -14,24 +14,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.experts import unlike_its_own
 from patcher.integrate.transformers.experts_modules import (
     alike,
-    are_experts,
     changed,
     not_in_memory,
     of_another_class,
     some_calls,
 )
-from patcher.integrate.transformers.experts_rows import check_registry, own_functions
+from patcher.integrate.transformers.experts_point import ExpertsPoint
+from patcher.integrate.transformers.experts_rows import own_functions
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.gated_mlp import without_state
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.operators import further_operators
 from patcher.integrate.transformers.parts import UNTRIED, bare, kind_of, sentence_of
-from patcher.integrate.transformers.probed import ELSE, ProbedPoint
+from patcher.integrate.transformers.probed import ELSE
 from patcher.integrate.transformers.swap import Forward
 from patcher.integrate.transformers.topk_router import settings_of
 
@@ -42,12 +41,11 @@ _GRID = 65
 """Numbers of a probe of the activation."""
 
 
-class ExpertsWhole(ProbedPoint):
+class ExpertsWhole(ExpertsPoint):
     """Replaces the `forward` of experts modules."""
 
     name: ClassVar[str] = "experts"
     op: ClassVar[str] = "moe_experts"
-    role, others = "experts module", "layers"
     wanted: ClassVar[str] = "of silu(gate) * up without biases"
 
     @classmethod
@@ -58,22 +56,6 @@ class ExpertsWhole(ProbedPoint):
     @staticmethod
     def original(*args: Any) -> None:
         _experts(*args)
-
-    def find(self) -> str:
-        check_registry()
-        return super().find()
-
-    def install(self, kernel: Dispatcher) -> None:
-        check_registry()
-        super().install(kernel)
-
-    def of_role(self, layer: Any) -> bool:
-        """See `LayerPoint`."""
-        return are_experts(layer)
-
-    def computes(self, part: Any) -> bool:
-        """See `ProbedPoint`."""
-        return self.applies(part) is None
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
