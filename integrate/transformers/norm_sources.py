@@ -17,7 +17,7 @@ def norm_classes(file: Path, op: str = "rms_norm") -> Iterator[str]:
         if digest in known:
             computes = known[digest]
         else:
-            from patcher.integrate.transformers.norm import class_computes
+            from patcher.integrate.transformers.roles.norm import class_computes
 
             computes = class_computes(f"transformers.models.{file.parent.name}.{file.stem}", name)
         if computes == op:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from patcher.integrate.points import PatchPoint
-from patcher.integrate.transformers.add_norm import AddNorms
-from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
-from patcher.integrate.transformers.experts import GptOssExpertsFunction
-from patcher.integrate.transformers.experts_sum import ExpertsSums
-from patcher.integrate.transformers.experts_whole import ExpertsWhole
-from patcher.integrate.transformers.gated_mlp import GatedMlps
-from patcher.integrate.transformers.linear import Linears
-from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
-from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
-from patcher.integrate.transformers.rotation import Rotations
-from patcher.integrate.transformers.router import GptOssRouters
-from patcher.integrate.transformers.topk_router import Routers
+from patcher.integrate.transformers.roles.add_norm import AddNorms
+from patcher.integrate.transformers.roles.decoder_layer import GptOssDecoderLayers
+from patcher.integrate.transformers.roles.experts import GptOssExpertsFunction
+from patcher.integrate.transformers.roles.experts_sum import ExpertsSums
+from patcher.integrate.transformers.roles.experts_whole import ExpertsWhole
+from patcher.integrate.transformers.roles.gated_mlp import GatedMlps
+from patcher.integrate.transformers.roles.linear import Linears
+from patcher.integrate.transformers.roles.norm import GemmaRmsNorms, RmsNorms
+from patcher.integrate.transformers.roles.rotary import GptOssRotaryEmbedding
+from patcher.integrate.transformers.roles.rotation import Rotations
+from patcher.integrate.transformers.roles.router import GptOssRouters
+from patcher.integrate.transformers.roles.topk_router import Routers
 
 POINTS: dict[str, type[PatchPoint]] = {
     point.name: point

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patcher.integrate.source_parts import definitions
 from patcher.integrate.transformers.norm_sources import norm_classes
-from patcher.integrate.transformers.residual_text import LayerText, layer_text
+from patcher.integrate.transformers.roles.residual_text import LayerText, layer_text
 
 _ROTATION = ["q", "k", "cos", "sin"]
 _OF_ROUTER = {"weight", "bias", "top_k", "hidden_dim"}

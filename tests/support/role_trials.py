@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from patcher.integrate.transformers import rotation_probe
 from patcher.integrate.transformers.places import TransformersTree
 from patcher.integrate.transformers.role_sources import has_no_settings, rotations, routers
-from patcher.integrate.transformers.topk_router import Recipe, recipe_of
+from patcher.integrate.transformers.roles import rotation_probe
+from patcher.integrate.transformers.roles.topk_router import Recipe, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "integrate/transformers/roles.json"

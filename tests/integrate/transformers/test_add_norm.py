@@ -24,9 +24,9 @@ from patcher.integrate.guards import AxisBounds
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers import places
-from patcher.integrate.transformers.add_norm import AddNorms
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.add_norm import AddNorms
 
 ADDED: dict[str, int] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gpt_oss"), 4),

@@ -18,10 +18,10 @@ from patcher.bench import VerificationError
 from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.places import calls_in_step
-from patcher.integrate.transformers.experts_modules import are_experts, some_calls
-from patcher.integrate.transformers.experts_sum import ExpertsSums
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.experts_modules import are_experts, some_calls
+from patcher.integrate.transformers.roles.experts_sum import ExpertsSums
 
 moe: Any = integrations.moe  # it is not typed
 

@@ -14,10 +14,10 @@ from transformers_sample import inside, original_kernel
 from patcher.bench import VerificationError, load_op, presets
 from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey
-from patcher.integrate.transformers.gated_mlp import GatedMlps
 from patcher.integrate.transformers.mlp_classes import is_product
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.gated_mlp import GatedMlps
 from patcher.places import places_in
 
 TOKENS = torch.arange(1, 17).view(2, 8)

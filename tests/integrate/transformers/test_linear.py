@@ -15,9 +15,9 @@ from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError
 from patcher.integrate.layers import LayerSurvey, StepCalls
-from patcher.integrate.transformers.linear import Linears
 from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.linear import Linears
 
 LINEARS = {"llama": 15, "qwen2": 15, "qwen3": 15, "mixtral": 9, "gemma3_text": 15, "phi3": 9}
 LINEARS |= {"olmo2": 15, "gpt_oss": 9, "deepseek_v3": 17, "mamba2": 5, "opt": 13, "gpt2": 1}

@@ -22,9 +22,9 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers import norm_sources
 from patcher.integrate.transformers.model_files import modeling_file
-from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.places import LAYERS, NORMS, of_model
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.norm import GemmaRmsNorms, RmsNorms
 
 SIZES = {
     "hidden_size": 64,

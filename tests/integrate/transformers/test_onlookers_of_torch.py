@@ -17,9 +17,9 @@ from transformers_sample import GPT_OSS, LAYERS, PER_LAYER, TOKENS, inside, orig
 from transformers_sample import built as gpt_oss
 
 from patcher.bench import VerificationError
-from patcher.integrate.transformers.gated_mlp import GatedMlps
-from patcher.integrate.transformers.norm import RmsNorms
 from patcher.integrate.transformers.points import POINTS
+from patcher.integrate.transformers.roles.gated_mlp import GatedMlps
+from patcher.integrate.transformers.roles.norm import RmsNorms
 
 FOREIGN = "a tensor with operators of its own"
 ROWS = torch.linspace(-2, 3, 6 * 64).view(2, 3, 64)

@@ -17,9 +17,9 @@ from transformers.models.llama import modeling_llama as source
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError
-from patcher.integrate.transformers.add_norm import AddNorms
-from patcher.integrate.transformers.residual_layers import body_text_of, text_of
-from patcher.integrate.transformers.residual_text import (
+from patcher.integrate.transformers.roles.add_norm import AddNorms
+from patcher.integrate.transformers.roles.residual_layers import body_text_of, text_of
+from patcher.integrate.transformers.roles.residual_text import (
     BodyText,
     LayerText,
     body_text,

@@ -17,8 +17,8 @@ from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers.places import calls_in_step, of_model
 from patcher.integrate.transformers.points import POINTS
-from patcher.integrate.transformers.rotation import Rotations, rotaries_of
-from patcher.integrate.transformers.rotation_probe import HeadRotation, turn_of
+from patcher.integrate.transformers.roles.rotation import Rotations, rotaries_of
+from patcher.integrate.transformers.roles.rotation_probe import HeadRotation, turn_of
 
 WHOLE = ("llama", "qwen2", "qwen3", "mixtral", "gemma3_text", "olmo2", "gpt_oss", "jetmoe")
 """Whose heads are turned as a whole, and where they are."""

@@ -15,7 +15,7 @@ from patcher.bench.engines.architecture import full_config
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers.places import of_model
 from patcher.integrate.transformers.points import POINTS
-from patcher.integrate.transformers.topk_router import Recipe, Routers, recipe_of
+from patcher.integrate.transformers.roles.topk_router import Recipe, Routers, recipe_of
 
 SUM = {"norm_topk_prob": True}
 """Scores are divided by their sum, which some architectures leave to a setting."""

@@ -18,14 +18,14 @@ from patcher.bench import VerificationError
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds
-from patcher.integrate.transformers.residual_layers import (
+from patcher.integrate.transformers.roles.residual_layers import (
     DecoderBody,
     body_text_of,
     norm_names,
     text_of,
 )
-from patcher.integrate.transformers.residual_stream import LayerSteps, ResidualStream
-from patcher.integrate.transformers.residual_text import LayerText
+from patcher.integrate.transformers.roles.residual_stream import LayerSteps, ResidualStream
+from patcher.integrate.transformers.roles.residual_text import LayerText
 from patcher.integrate.transformers.swap import Forward
 
 

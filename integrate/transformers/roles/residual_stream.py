@@ -18,10 +18,14 @@ from typing import Any
 import torch
 
 from patcher.integrate.transformers.forwards import ForwardPatch
-from patcher.integrate.transformers.norm import epsilon_of
 from patcher.integrate.transformers.onlookers import Modules, Onlookers
 from patcher.integrate.transformers.parts import kind_of
-from patcher.integrate.transformers.residual_layers import DecoderBody, norm_names, text_forward
+from patcher.integrate.transformers.roles.norm import epsilon_of
+from patcher.integrate.transformers.roles.residual_layers import (
+    DecoderBody,
+    norm_names,
+    text_forward,
+)
 from patcher.integrate.transformers.swap import Forward
 
 

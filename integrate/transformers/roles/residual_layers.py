@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from patcher.integrate.transformers.copied_forward import with_text
-from patcher.integrate.transformers.norm import holds_norm
 from patcher.integrate.transformers.parts import kind_of, written_by_transformers
-from patcher.integrate.transformers.residual_text import (
+from patcher.integrate.transformers.roles.norm import holds_norm
+from patcher.integrate.transformers.roles.residual_text import (
     STEPS,
     BodyText,
     LayerText,

@@ -13,23 +13,23 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.experts import forward_with_sum
-from patcher.integrate.transformers.experts_modules import (
+from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
+from patcher.integrate.transformers.parts import UNTRIED, bare, sentence_of
+from patcher.integrate.transformers.probed import ELSE
+from patcher.integrate.transformers.roles.experts import forward_with_sum
+from patcher.integrate.transformers.roles.experts_modules import (
     alike,
     changed,
     not_in_memory,
     of_another_class,
     some_calls,
 )
-from patcher.integrate.transformers.experts_point import ExpertsPoint
-from patcher.integrate.transformers.experts_rows import (
+from patcher.integrate.transformers.roles.experts_point import ExpertsPoint
+from patcher.integrate.transformers.roles.experts_rows import (
     ROWS,
     own_functions,
     weigh_and_sum,
 )
-from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
-from patcher.integrate.transformers.parts import UNTRIED, bare, sentence_of
-from patcher.integrate.transformers.probed import ELSE
 from patcher.integrate.transformers.swap import Forward
 
 

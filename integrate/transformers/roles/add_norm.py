@@ -19,14 +19,14 @@ from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch
-from patcher.integrate.transformers.norm import FORMULAS, computes_norm
 from patcher.integrate.transformers.parts import bare, kind_of, refuse_replaced, sentence_of
 from patcher.integrate.transformers.probed import ProbedPoint, with_other_weights
-from patcher.integrate.transformers.residual_layers import (
+from patcher.integrate.transformers.roles.norm import FORMULAS, computes_norm
+from patcher.integrate.transformers.roles.residual_layers import (
     Layers,
     find_layers,
 )
-from patcher.integrate.transformers.residual_stream import LayerSteps, ResidualStream
+from patcher.integrate.transformers.roles.residual_stream import LayerSteps, ResidualStream
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
 

@@ -16,14 +16,14 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.experts_rows import (
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
+from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.roles.experts_rows import (
     ROWS,
     check_registry,
     own_functions,
     weigh_and_sum,
 )
-from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
-from patcher.integrate.transformers.parts import check_kinds
 from patcher.integrate.transformers.swap import Forward
 
 

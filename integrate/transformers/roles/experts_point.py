@@ -6,9 +6,9 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.transformers.experts_modules import are_experts
-from patcher.integrate.transformers.experts_rows import check_registry
 from patcher.integrate.transformers.probed import ProbedPoint
+from patcher.integrate.transformers.roles.experts_modules import are_experts
+from patcher.integrate.transformers.roles.experts_rows import check_registry
 
 
 class ExpertsPoint(ProbedPoint):

@@ -15,24 +15,24 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.experts import unlike_its_own
-from patcher.integrate.transformers.experts_modules import (
+from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
+from patcher.integrate.transformers.onlookers import Onlookers
+from patcher.integrate.transformers.operators import further_operators
+from patcher.integrate.transformers.parts import UNTRIED, bare, kind_of, sentence_of
+from patcher.integrate.transformers.probed import ELSE
+from patcher.integrate.transformers.roles.experts import unlike_its_own
+from patcher.integrate.transformers.roles.experts_modules import (
     alike,
     changed,
     not_in_memory,
     of_another_class,
     some_calls,
 )
-from patcher.integrate.transformers.experts_point import ExpertsPoint
-from patcher.integrate.transformers.experts_rows import own_functions
-from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
-from patcher.integrate.transformers.gated_mlp import without_state
-from patcher.integrate.transformers.onlookers import Onlookers
-from patcher.integrate.transformers.operators import further_operators
-from patcher.integrate.transformers.parts import UNTRIED, bare, kind_of, sentence_of
-from patcher.integrate.transformers.probed import ELSE
+from patcher.integrate.transformers.roles.experts_point import ExpertsPoint
+from patcher.integrate.transformers.roles.experts_rows import own_functions
+from patcher.integrate.transformers.roles.gated_mlp import without_state
+from patcher.integrate.transformers.roles.topk_router import settings_of
 from patcher.integrate.transformers.swap import Forward
-from patcher.integrate.transformers.topk_router import settings_of
 
 _OPERATORS = ("silu", "sigmoid", "mul", "split", "chunk")
 _ACTIVATION = "act_fn"

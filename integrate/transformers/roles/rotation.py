@@ -26,7 +26,7 @@ from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.probed import ProbedPoint
-from patcher.integrate.transformers.rotation_probe import (
+from patcher.integrate.transformers.roles.rotation_probe import (
     HeadRotation,
     axis_of,
     further_arguments,

@@ -1,0 +1,1 @@
+"""transformers' patch points, a file or a few for each role of a layer."""
