@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.experts import forward_with_sum
 from patcher.integrate.transformers.experts_modules import (
     alike,
     changed,
@@ -24,6 +23,7 @@ from patcher.integrate.transformers.experts_modules import (
 from patcher.integrate.transformers.experts_point import ExpertsPoint
 from patcher.integrate.transformers.experts_rows import (
     ROWS,
+    forward_with_sum,
     own_functions,
     weigh_and_sum,
 )

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.experts import unlike_its_own
 from patcher.integrate.transformers.experts_modules import (
     alike,
     changed,
@@ -24,7 +23,7 @@ from patcher.integrate.transformers.experts_modules import (
     some_calls,
 )
 from patcher.integrate.transformers.experts_point import ExpertsPoint
-from patcher.integrate.transformers.experts_rows import own_functions
+from patcher.integrate.transformers.experts_rows import own_functions, unlike_its_own
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.gated_mlp import without_state
 from patcher.integrate.transformers.onlookers import Onlookers
