@@ -127,10 +127,10 @@ def timed_sizes(row: LoopRow) -> str:
     contract, record = record_of(row.op)
     sweep = contract.sweeps[0]
     points = [dict(pair.split("=") for pair in each.split(",")) for each in row.points]
-    shares = [Fraction(int(each.get(sweep.axis, 0)), max(sweep.values)) for each in points]
-    whose = "import's" if record.changed else "file's"
     if any(set(each) != {sweep.axis, *sweep.fixed} for each in points):
         return "; ".join(row.points)
+    shares = [Fraction(int(each[sweep.axis]), max(sweep.values)) for each in points]
+    whose = "import's" if record.changed else "file's"
     if shares == [1]:
         return f"the {whose}"
     return f"{', '.join(map(str, sorted(shares, reverse=True)))} of the {whose}"

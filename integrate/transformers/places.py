@@ -118,9 +118,8 @@ def _but_quantised(point: str, config: Mapping[str, Any]) -> str:
     """What is said beside a model whose loader puts other modules in the place of layers:
     which ones is known of the loaded model alone."""
     method = quantization(config).get("quant_method", "unknown") if quantization(config) else None
-    if method is None or not point.startswith(
-        "experts" if method in EXPERTS_ALONE else ("linear", "experts")
-    ):
+    of_experts = point.startswith("experts")
+    if method is None or not (of_experts or (point == "linear" and method not in EXPERTS_ALONE)):
         return ""
     return f", without those that are loaded quantised ({method})"
 

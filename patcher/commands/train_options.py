@@ -54,7 +54,11 @@ def require_whole_rounds(updates: int, per_round: int) -> None:
         UsageError: it does not.
     """
     if updates % per_round:
-        raise UsageError("--updates is no multiple of --updates-per-round", "give 200 and 8")
+        whole = -(-updates // per_round) * per_round
+        raise UsageError(
+            f"--updates {updates} is no multiple of --updates-per-round {per_round}",
+            f"give --updates {whole}, or other rounds",
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from patcher.bench.lab.sittings.frozen import (
 from patcher.bench.lab.sittings.loops import LoopFolder
 from patcher.bench.lab.sittings.travel import compress, extract
 
-KEPT = ("commit.txt", "patcher.toml", "imported", "runs", "prompts", "exchange", "sittings")
+KEPT = (COMMITS, "patcher.toml", "imported", "runs", "prompts", "exchange", "sittings")
 LEFT_OUT = ("exchange/claims", "*.owner", "*.pyc")
 
 

@@ -93,17 +93,15 @@ class LoopFolder:
         Raises:
             UsageError: one that is asked for is not among them.
         """
-        found = sorted(path.name for path in (self.root / "runs").glob("*") if self._runs(path))
+        found = sorted(path.name for path in (self.root / "runs").glob("*") if Run.list(path))
         if unknown := sorted(set(only) - set(found)):
-            raise UsageError(f"no loop {unknown[0]} in {self.root}", f"there are: {found}")
+            known = ", ".join(found) or "none"
+            raise UsageError(f"no loop {unknown[0]} in {self.root}", f"there are: {known}")
         return [name for name in found if not only or name in only]
-
-    def _runs(self, folder: Path) -> Sequence[Path]:
-        return Run.list(folder)
 
     def run_of(self, name: str) -> Run:
         """The newest run of a loop, to be read."""
-        return Run.open(self._runs(self.root / "runs" / name)[-1], read_only=True)
+        return Run.open(Run.list(self.root / "runs" / name)[-1], read_only=True)
 
     def start(
         self,
@@ -128,7 +126,7 @@ class LoopFolder:
         todo = [
             each
             for each in problems
-            if (not only or each.name in only) and not self._runs(self.root / "runs" / each.name)
+            if (not only or each.name in only) and not Run.list(self.root / "runs" / each.name)
         ]
         if todo and not untold and not list((self.exchange / "machines").glob("*.json")):
             raise UsageError(

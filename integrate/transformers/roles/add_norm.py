@@ -22,10 +22,7 @@ from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.parts import bare, kind_of, refuse_replaced, sentence_of
 from patcher.integrate.transformers.probed import ProbedPoint, with_other_weights
 from patcher.integrate.transformers.roles.norm import FORMULAS, computes_norm
-from patcher.integrate.transformers.roles.residual_layers import (
-    Layers,
-    find_layers,
-)
+from patcher.integrate.transformers.roles.residual_layers import Layers, find_layers
 from patcher.integrate.transformers.roles.residual_stream import LayerSteps, ResidualStream
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
@@ -104,12 +101,8 @@ class AddNorms(ProbedPoint):
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
         self._parts()
         self._count(kernel, [(layer, norm) for norm, layer in self._found.norms.items()])
-        seam, found, streams = (
-            ForwardPatch(kernel, self.original),
-            self._found,
-            dict[int, ResidualStream](),
-        )
-        swaps: list[ModuleSwap] = []
+        seam, found = ForwardPatch(kernel, self.original), self._found
+        streams, swaps = dict[int, ResidualStream](), list[ModuleSwap]()
         for body in found.bodies:
             stream = ResidualStream(body)
             streams[id(body)] = stream

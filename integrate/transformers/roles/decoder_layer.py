@@ -17,7 +17,7 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
-from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.parts import check_kinds, kind_of
 from patcher.integrate.transformers.roles.residual_layers import (
     DecoderBody,
     body_text_of,
@@ -57,17 +57,16 @@ class GptOssDecoderLayers(GptOssPoint):
         check_kinds(layers, source.GptOssDecoderLayer)
         check_kinds(norms, source.GptOssRMSNorm)
         if not isinstance(text_of(source.GptOssDecoderLayer), LayerText):
-            raise VerificationError(
-                "the text of GptOssDecoderLayer.forward is not what the patch replaces",
-                "take a version of transformers that the patch names",
-            )
+            raise _unread(source.GptOssDecoderLayer)
+        if body_text_of(kind_of(body)) is None:
+            raise _unread(kind_of(body))
         return [*layers, *norms]
 
     def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
-        text = body_text_of(source.GptOssModel)
-        assert text is not None, "its loop over the layers was read"
+        text = body_text_of(kind_of(body))
+        assert text is not None, "`parts` has read it"
         first = {index: norm_names(layer)[0] for index, layer in enumerate(body.layers)}
         self._stream = stream = ResidualStream(DecoderBody(body, text, first, frozenset(first)))
         norms: dict[type[torch.nn.Module], bool] = {source.GptOssRMSNorm: True}
@@ -87,6 +86,13 @@ class GptOssDecoderLayers(GptOssPoint):
     def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
         assert self._stream is not None, "the body's forward is made with those of its layers"
         return self._stream.run(original, *args, **more)
+
+
+def _unread(kind: type[torch.nn.Module]) -> VerificationError:
+    return VerificationError(
+        f"the text of {kind.__name__}.forward is not what the patch was made for",
+        "remove other patches, or bundle the kernel for the point add_norm (--point)",
+    )
 
 
 def _add_then_norm(

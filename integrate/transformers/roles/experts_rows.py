@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from patcher.bench import VerificationError
+from patcher.integrate.transformers.forwards import ForwardPatch
 from patcher.integrate.transformers.parts import written_by_transformers
+from patcher.integrate.transformers.swap import Forward
 
 
 def check_registry() -> None:
@@ -41,6 +43,17 @@ def own_functions() -> dict[str, Callable[..., torch.Tensor]]:
         "batched_mm": moe.batched_mm_experts_forward,
         "grouped_mm": moe.grouped_mm_experts_forward,
     }
+
+
+def unlike_its_own(name: str, functions: dict[str, Callable[..., torch.Tensor]]) -> str | None:
+    """Why the implementation of that name is not one of transformers' own functions."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if name not in functions:
+        return f"experts implementation {name}"
+    if ALL_EXPERTS_FUNCTIONS[name] is not functions[name]:
+        return f"the experts function {name} was registered by other code"
+    return None
 
 
 def _grouped_rows(
@@ -117,6 +130,61 @@ def weigh_and_sum(
     chosen = rows[0][row_map.long()]
     weighed = (chosen * scales.unsqueeze(-1)).masked_fill((row_map < 0).unsqueeze(-1), 0.0)
     output.copy_(weighed.sum(1))
+
+
+def forward_with_sum(
+    experts: Any,
+    seam: ForwardPatch,
+    refuse: Callable[[Any, torch.Tensor], str | None],
+    original: Forward,
+) -> Forward:
+    """The forward of an experts module whose sum is the kernel's.
+
+    Args:
+        experts: the module.
+        seam: calls the kernel.
+        refuse: says why a call with this input runs the module's own code; None if it does not.
+        original: the module's own forward.
+    """
+    functions = own_functions()
+
+    def forward(*args: Any, **more: Any) -> torch.Tensor:
+        name = experts.config._experts_implementation
+        hidden = args[0] if args else more["hidden_states"]
+        refusal = unlike_its_own(name, functions) or refuse(experts, hidden)
+        if refusal is not None:
+            seam.refuse(refusal)
+            result: torch.Tensor = original(*args, **more)
+            return result
+        return _run(experts, name, seam, *args, **more)
+
+    return forward
+
+
+def _run(
+    experts: Any,
+    name: str,
+    seam: ForwardPatch,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The experts' output [tokens, hidden]; its tensors are named as transformers' functions do.
+
+    Args:
+        experts: the module with the experts' weights.
+        name: transformers' implementation.
+        seam: calls the kernel.
+        hidden_states: [tokens, hidden].
+        top_k_index: the chosen experts, [tokens, top_k].
+        top_k_weights: routing weights, [tokens, top_k].
+    """
+    rows, row_map = ROWS[name](experts, hidden_states, top_k_index)
+    output = torch.empty_like(hidden_states)
+    call = rows.unsqueeze(0), row_map, top_k_weights, output
+    if not seam(*call):
+        weigh_and_sum(*call)
+    return output
 
 
 def _of_a_rank(experts: Any) -> bool:

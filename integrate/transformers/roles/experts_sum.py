@@ -16,7 +16,6 @@ from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.parts import UNTRIED, bare, sentence_of
 from patcher.integrate.transformers.probed import ELSE
-from patcher.integrate.transformers.roles.experts import forward_with_sum
 from patcher.integrate.transformers.roles.experts_modules import (
     alike,
     changed,
@@ -27,6 +26,7 @@ from patcher.integrate.transformers.roles.experts_modules import (
 from patcher.integrate.transformers.roles.experts_point import ExpertsPoint
 from patcher.integrate.transformers.roles.experts_rows import (
     ROWS,
+    forward_with_sum,
     own_functions,
     weigh_and_sum,
 )

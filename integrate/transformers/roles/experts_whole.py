@@ -20,7 +20,6 @@ from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.operators import further_operators
 from patcher.integrate.transformers.parts import UNTRIED, bare, kind_of, sentence_of
 from patcher.integrate.transformers.probed import ELSE
-from patcher.integrate.transformers.roles.experts import unlike_its_own
 from patcher.integrate.transformers.roles.experts_modules import (
     alike,
     changed,
@@ -29,7 +28,7 @@ from patcher.integrate.transformers.roles.experts_modules import (
     some_calls,
 )
 from patcher.integrate.transformers.roles.experts_point import ExpertsPoint
-from patcher.integrate.transformers.roles.experts_rows import own_functions
+from patcher.integrate.transformers.roles.experts_rows import own_functions, unlike_its_own
 from patcher.integrate.transformers.roles.gated_mlp import without_state
 from patcher.integrate.transformers.roles.topk_router import settings_of
 from patcher.integrate.transformers.swap import Forward

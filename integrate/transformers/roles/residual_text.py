@@ -78,6 +78,8 @@ def body_text(forward: ast.FunctionDef) -> BodyText | None:
         if found is None:
             continue
         layers, state = found
+        if sum(_own(each) == layers for each in ast.walk(forward)) > 1:
+            return None  # elsewhere it may run them and keep what they give
         after = [each for each in forward.body[at + 1 :] if state in _loads(each)]
         return BodyText(layers, _norm_of(after[0], state) if after else None)
     return None
@@ -279,7 +281,7 @@ def _norm_of(statement: ast.stmt, state: str) -> str | None:
     return _own(call.func) if same and len(call.args) == 1 and not call.keywords else None
 
 
-def _own(node: ast.expr) -> str | None:
+def _own(node: ast.AST) -> str | None:
     """The name of a part of the module itself."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.attr if node.value.id == "self" else None

@@ -25,13 +25,15 @@ class Fp8Experts(KernelExperts):
 
     name: ClassVar[str] = "experts.fp8_block"
     op: ClassVar[str] = "moe_experts_fp8_block"
+    # in the order that the fingerprints of bundles have
     parts: ClassVar[tuple[str, ...]] = (
         *(part for part in KernelExperts.parts if part not in ROUTING),
         f"{_DEEP_GEMM}.__init__",
         *ROUTING,
     )
     kinds: ClassVar[tuple[str, ...]] = TRITON, _DEEP_GEMM
-    tolerance: ClassVar[float] = 0.08  # fp8 rounds what is between the two matmuls by up to 1/16
+    # fp8 rounds what is between the two matmuls by up to 1/16
+    tolerance: ClassVar[float] = 0.08
 
     def constants(self, layer: Any) -> Mapping[str, Tensor]:
         held = layer.routed_experts
@@ -46,75 +48,59 @@ class Fp8Experts(KernelExperts):
 
     def layout(self, held: Any, scales: Any) -> str | None:
         """See `KernelExperts`."""
-        return _layout(held.w13_weight, scales.w1_scale, held.w2_weight, scales)
+        block = scales.block_shape or (0, 1)
+        given = held.w13_weight, scales.w1_scale, held.w2_weight, scales.w2_scale
+        if block[0] != block[1] or block[0] % 32 or any(tensor is None for tensor in given):
+            return "blocks that are no squares of a multiple of 32"
+        if all(tensor.dim() == 3 and tensor.is_contiguous() for tensor in given):
+            count, depth, wide = scales.w2_scale.shape
+            hidden, inner = depth * block[0], wide * block[0]
+            shapes = (2 * inner, hidden), (2 * wide, depth), (hidden, inner), (depth, wide)
+            quantised, plain = torch.float8_e4m3fn, torch.float32
+            dtypes = quantised, plain, quantised, plain
+            if all(
+                tensor.shape == (count, *shape) and tensor.dtype == dtype
+                for tensor, shape, dtype in zip(given, shapes, dtypes, strict=True)
+            ):
+                return None
+        return f"weights in another layout: {', '.join(map(shown, given))}"
 
     def weights(self, w1: Tensor, w2: Tensor, scales: Any) -> tuple[Tensor, ...]:
         """See `KernelExperts`."""
         return w1, scales.w1_scale, w2, scales.w2_scale
 
     def rows(self, given: Mapping[str, Tensor]) -> Tensor:
-        """See `KernelExperts`."""
-        return _rows(given)
+        """See `KernelExperts`. fp8 holds them exactly with the scale of any engine: the largest
+        number of each block is 448 times a power of two."""
+        weight = given["w1"]
+        depth, hidden = given["w1_scale"].shape[2], weight.shape[2]
+        steps = torch.linspace(448, -448, 32, device=weight.device).to(torch.float8_e4m3fn).float()
+        block = torch.arange(hidden, device=weight.device) // (hidden // depth)
+        row = steps.repeat(hidden // 32) * torch.exp2(-8.0 - block % 3)
+        return torch.stack([row, -row.roll(5)])
 
     def expected(
         self, x: Tensor, given: Mapping[str, Tensor], gains: Tensor, ids: Tensor
     ) -> Tensor:
-        """See `KernelExperts`."""
-        return _expected(x, given, gains, ids)
+        """See `KernelExperts`: a sum over blocks of what lies between the matmuls."""
+        (_, depth, wide), total = given["w2_scale"].shape, torch.zeros_like(x, dtype=torch.float64)
+        block = x.shape[1] // depth
+        halves = given["w1"].view(torch.uint8).chunk(2, 1)
+        for number in range(wide):
+            part = slice(number * block, (number + 1) * block)
+            both = torch.cat([half[:, part] for half in halves], 1)
+            total += load_op(self.op).reference(
+                x=x,
+                w1=both.view(given["w1"].dtype),
+                w1_scale=given["w1_scale"][:, number::wide],
+                w2=given["w2"][:, :, part],
+                w2_scale=given["w2_scale"][:, :, number : number + 1],
+                gains=gains,
+                ids=ids,
+                output=x,
+            )["output"]
+        return total
 
     def blocks(self, given: Mapping[str, Tensor]) -> int:
         """See `KernelExperts`."""
         return int(given["w2_scale"].shape[1])
-
-
-def _layout(w1: Tensor, w1_scale: Tensor | None, w2: Tensor, scales: Any) -> str | None:
-    """Why weights and scales are not as in the contract."""
-    block, w2_scale = scales.block_shape or (0, 1), scales.w2_scale
-    if block[0] != block[1] or block[0] % 32 or w1_scale is None or w2_scale is None:
-        return "blocks that are no squares of a multiple of 32"
-    given = w1, w1_scale, w2, w2_scale
-    if all(tensor.dim() == 3 and tensor.is_contiguous() for tensor in given):
-        count, depth, wide = w2_scale.shape
-        hidden, inner = depth * block[0], wide * block[0]
-        shapes = (2 * inner, hidden), (2 * wide, depth), (hidden, inner), (depth, wide)
-        quantised, plain = torch.float8_e4m3fn, torch.float32
-        dtypes = quantised, plain, quantised, plain
-        if all(
-            tensor.shape == (count, *shape) and tensor.dtype == dtype
-            for tensor, shape, dtype in zip(given, shapes, dtypes, strict=True)
-        ):
-            return None
-    return f"weights in another layout: {', '.join(map(shown, given))}"
-
-
-def _rows(given: Mapping[str, Tensor]) -> Tensor:
-    """Two rows [2, hidden] of x, in float32, which fp8 holds exactly with the scale of any engine:
-    the largest number of each block is 448 times a power of two."""
-    weight = given["w1"]
-    depth, hidden = given["w1_scale"].shape[2], weight.shape[2]
-    steps = torch.linspace(448, -448, 32, device=weight.device).to(torch.float8_e4m3fn).float()
-    block = torch.arange(hidden, device=weight.device) // (hidden // depth)
-    row = steps.repeat(hidden // 32) * torch.exp2(-8.0 - block % 3)
-    return torch.stack([row, -row.roll(5)])
-
-
-def _expected(x: Tensor, given: Mapping[str, Tensor], gains: Tensor, ids: Tensor) -> Tensor:
-    """The op's reference in float64, as a sum over blocks of what lies between the matmuls: in
-    float64, a whole expert may take gigabytes."""
-    (_, depth, wide), total = given["w2_scale"].shape, torch.zeros_like(x, dtype=torch.float64)
-    block = x.shape[1] // depth
-    halves = given["w1"].view(torch.uint8).chunk(2, 1)
-    for number in range(wide):
-        part = slice(number * block, (number + 1) * block)
-        both = torch.cat([half[:, part] for half in halves], 1)
-        total += load_op(Fp8Experts.op).reference(
-            x=x,
-            w1=both.view(given["w1"].dtype),
-            w1_scale=given["w1_scale"][:, number::wide],
-            w2=given["w2"][:, :, part],
-            w2_scale=given["w2_scale"][:, :, number : number + 1],
-            gains=gains,
-            ids=ids,
-            output=x,
-        )["output"]
-    return total

@@ -79,7 +79,8 @@ class KernelExperts(VllmPoint):
     def expected(
         self, x: Tensor, given: Mapping[str, Tensor], gains: Tensor, ids: Tensor
     ) -> Tensor:
-        """The op's reference in float64, without taking all of an expert at once."""
+        """The op's reference in float64, a part of each expert at a time: a whole one may take
+        gigabytes."""
 
     @abstractmethod
     def blocks(self, given: Mapping[str, Tensor]) -> int:
@@ -138,9 +139,9 @@ class KernelExperts(VllmPoint):
         codes = {name: tensor.view(torch.uint8)[experts] for name, tensor in given.items()}
         picked = {name: codes[name].view(given[name].dtype) for name in codes}
         expected = self.expected(x, picked, gains, order)
-        count = self.blocks(given)
+        blocks = self.blocks(given)
         error, size = (
-            each.unflatten(1, (count, -1)).square().sum((0, 2))
+            each.unflatten(1, (blocks, -1)).square().sum((0, 2))
             for each in (got - expected, expected)
         )
         fits = error <= self.tolerance**2 * size.clamp_min(1e-4 * size.mean())

@@ -16,8 +16,7 @@ from patcher.bench import load_op
 from patcher.integrate.vllm.roles.kernel_experts import TRITON, KernelExperts, shown
 
 _AT_ONCE = 512
-"""Columns between the matmuls that a trial computes at once: in float64, a whole expert may take
-gigabytes."""
+"""Columns between the matmuls that a trial computes at once."""
 _BLOCKS = 8
 
 
@@ -27,9 +26,8 @@ class PlainExperts(KernelExperts):
     name: ClassVar[str] = "experts.plain"
     op: ClassVar[str] = "moe_experts"
     kinds: ClassVar[tuple[str, ...]] = (TRITON,)
-    tolerance: ClassVar[float] = (
-        0.02  # vLLM rounds rows and what is between the matmuls to bfloat16
-    )
+    # vLLM rounds rows and what is between the matmuls to bfloat16
+    tolerance: ClassVar[float] = 0.02
 
     def constants(self, layer: Any) -> Mapping[str, Tensor]:
         held = layer.routed_experts

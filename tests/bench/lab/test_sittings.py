@@ -367,3 +367,35 @@ def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
     keeping.keep(loops, file)
     keeping.restore(file, LoopFolder(tmp_path / "new"))
     assert (tmp_path / "new/imported/op/again.toml").read_text() == "x"
+
+
+@pytest.mark.parametrize(("name", "count"), [("kernelbench", 15), ("blocks", 5)])
+def test_unfinished_loops_are_as_their_page_says(name: str, count: int, tmp_path: Path) -> None:
+    """Each has its first reply and nothing that was judged, so there is no figure of it."""
+    kept = ROOT / "bench/results/loop"
+    page = (kept / "README.md").read_text(encoding="utf-8")
+    travel.extract(kept / f"{name}.unfinished.tar.xz", tmp_path)
+    loops = LoopFolder(tmp_path)
+    assert len(loops.names()) == len(list(tmp_path.glob("prompts/*/001-*.reply.md"))) == count
+    assert not loops.open_prompts()
+    assert not list(tmp_path.glob("exchange/*/*"))
+    found = [
+        json.loads((loops.run_of(each).path / "run.json").read_text(encoding="utf-8"))["settings"]
+        for each in loops.names()
+    ]
+    [options] = {
+        f"--language {one['plan']['language']} --iterations {one['iterations']}"
+        if name == "kernelbench"
+        else f"--language {one['plan']['language']} --strategy "
+        f"{one['plan']['search']['strategy']} --iterations {one['iterations']}"
+        for one in found
+    }
+    assert f"`{options}`" in page
+    assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
+    ops = [one["plan"]["op"] for one in found]
+    if name == "kernelbench":
+        assert all(op.endswith("_tf32") for op in ops)
+        problems = sorted(int(op.split("_")[1]) for op in ops)
+        assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in page
+    else:
+        assert all(f"`{op}`" in page.partition("`blocks.unfinished.tar.xz`")[2] for op in ops)

@@ -13,6 +13,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama as source
 from transformers_sample import inside, original_kernel
 
+from patcher.bench import VerificationError
 from patcher.integrate.transformers.points import POINTS
 
 
@@ -88,6 +89,41 @@ def test_what_a_replaced_forward_holds_is_not_written_to(
         assert held.equal(mean)
         assert book.reasons.total() == 0
     assert torch.allclose(during, model(token).logits, rtol=1e-4, atol=1e-5)
+
+
+class Keeping(modeling_gpt_oss.GptOssModel):
+    """Keeps what each layer gives, which the next one would write to."""
+
+    def forward(self, input_ids: torch.Tensor, **more: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        angles = self.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        self.kept = [hidden]
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=angles)
+            self.kept.append(hidden)
+        hidden = self.norm(hidden)
+        return modeling_gpt_oss.MoeModelOutputWithPast(last_hidden_state=hidden)
+
+
+@pytest.mark.parametrize("by", ["a subclass", "a forward"])
+@torch.inference_mode()
+def test_a_body_that_may_keep_states_is_refused_and_its_states_stay(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built("gpt_oss")
+    if by == "a subclass":
+        model.model.__class__ = Keeping
+    else:
+        monkeypatch.setattr(modeling_gpt_oss.GptOssModel, "forward", Keeping.forward)
+    with pytest.raises(VerificationError, match=r"\.forward is not what the patch was made for"):
+        POINTS["gpt_oss.decoder_layer"](model).find()
+    model(TOKENS)
+    before = [each.clone() for each in model.model.kept]
+    with inside(POINTS["add_norm"](model), original_kernel("add_norm")) as book:
+        model(TOKENS)
+    assert (book.calls.total(), book.reasons.total()) == (2, 0), "within each layer"
+    for each, then in zip(model.model.kept, before, strict=True):
+        assert torch.allclose(each, then, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

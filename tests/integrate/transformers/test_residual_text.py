@@ -216,6 +216,10 @@ BODIES: dict[str, tuple[tuple[tuple[str, str], ...], BodyText | None]] = {
         (("**more)\n    hidden", "**more)\n        hidden *= 2\n    hidden"),),
         None,
     ),
+    "its layers run elsewhere, too": (
+        (("for layer in", "for each in self.layers: kept.append(each(hidden))\n    for layer in"),),
+        None,
+    ),
     "it may end early": ((("hidden = layer", "if self.end: break\n        hidden = layer"),), None),
     "two layers a turn": (
         (("**more)\n    hidden", "**more)\n        hidden = layer(hidden)\n    hidden"),),

@@ -200,6 +200,7 @@ def test_a_round_of_several_updates_is_sampled_once(model: Path, tmp_path: Path)
     assert drawn.returncode == 0, drawn.stderr
     odd = patcher(*words, "--updates", "5", cwd=tmp_path)
     assert (odd.returncode, error_of(odd)["kind"]) == (2, "usage")
+    assert error_of(odd)["hint"] == "give --updates 6, or other rounds"
 
 
 def test_warm_up_then_evaluation_before_and_after(whole: Path, tmp_path: Path) -> None:
