@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from patcher.bench import VerificationError
+from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.swap import Forward
 
 
@@ -48,6 +49,34 @@ def with_function(function: Any, name: str, replaced: Callable[[Forward], Forwar
     return made
 
 
+def forward_with_function(
+    part: Any,
+    name: str,
+    replaced: Callable[[Forward], Forward],
+    refuse: Callable[[str], None],
+    original: Forward,
+) -> Forward:
+    """The forward of a module that calls another function by a name of its file, and gives way to
+    the module's own once other code has put a function into that file.
+
+    Args:
+        part: the module.
+        name, replaced: as of `with_function`, which raises.
+        refuse: counts a call that is the module's own, with its reason.
+        original: the module's own forward.
+    """
+    own = kind_of(part).forward
+    ours, file = with_function(own, name, replaced), _NamesInFile(own)
+
+    def forward(*args: Any, **more: Any) -> Any:
+        if _stand_for_others(file):
+            refuse("a function of its file was replaced")
+            return original(*args, **more)
+        return ours(part, *args, **more)
+
+    return forward
+
+
 def with_text(function: Any, text: ast.FunctionDef, free: str, value: object) -> Any:
     """A copy of a forward, decorators included, that has another text; None if what is around it
     cannot be copied.
@@ -74,7 +103,7 @@ def with_text(function: Any, text: ast.FunctionDef, free: str, value: object) ->
     return _within(function, other)
 
 
-class NamesInFile:
+class _NamesInFile:
     """What the names of a file stand for by which a forward calls others, when it is copied."""
 
     def __init__(self, forward: Any) -> None:
@@ -84,7 +113,7 @@ class NamesInFile:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def stand_for_others(file: NamesInFile) -> bool:
+def _stand_for_others(file: _NamesInFile) -> bool:
     """Whether other code has put another function under such a name since."""
     return any(file.names.get(name) is not was for name, was in file.known.items())
 

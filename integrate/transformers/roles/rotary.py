@@ -16,14 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.copied_forward import (
-    NamesInFile,
-    stand_for_others,
-    with_function,
-)
+from patcher.integrate.transformers.copied_forward import forward_with_function, with_function
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Onlookers
-from patcher.integrate.transformers.parts import check_kinds, kind_of
+from patcher.integrate.transformers.parts import check_kinds
 from patcher.integrate.transformers.swap import Forward
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -85,21 +81,13 @@ class GptOssRotaryEmbedding(GptOssPoint):
             self._table = None
 
     def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
-        ours = with_function(
-            kind_of(attention).forward,
+        return forward_with_function(
+            attention,
             _FUNCTION,
-            lambda original: self._rotation(attention, original, seam),
+            lambda own: self._rotation(attention, own, seam),
+            seam.refuse,
+            original,
         )
-
-        file = NamesInFile(kind_of(attention).forward)
-
-        def forward(*args: Any, **more: Any) -> Any:
-            if stand_for_others(file):
-                seam.refuse("a function of its file was replaced")
-                return original(*args, **more)
-            return ours(attention, *args, **more)
-
-        return forward
 
     def _rotation(
         self, attention: Any, original: Callable[..., Any], seam: ForwardPatch

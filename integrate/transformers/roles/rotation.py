@@ -17,11 +17,7 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.copied_forward import (
-    NamesInFile,
-    stand_for_others,
-    with_function,
-)
+from patcher.integrate.transformers.copied_forward import forward_with_function
 from patcher.integrate.transformers.forwards import ForwardPatch, why_not_now
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import kind_of
@@ -123,19 +119,13 @@ class Rotations(ProbedPoint):
         """See `ProbedPoint`."""
         turn = self._turn_of(part)
         assert isinstance(turn, HeadRotation), "a part that is patched was tried"
-        ours = with_function(
-            kind_of(part).forward, turn.name, lambda own: self._rotation(part, turn, own, seam)
+        return forward_with_function(
+            part,
+            turn.name,
+            lambda own: self._rotation(part, turn, own, seam),
+            seam.refuse,
+            original,
         )
-
-        file = NamesInFile(kind_of(part).forward)
-
-        def forward(*args: Any, **more: Any) -> Any:
-            if stand_for_others(file):
-                seam.refuse("a function of its file was replaced")
-                return original(*args, **more)
-            return ours(part, *args, **more)
-
-        return forward
 
     def _rotation(
         self, attention: Any, turn: HeadRotation, original: Callable[..., Any], seam: ForwardPatch
