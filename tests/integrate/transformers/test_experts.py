@@ -18,7 +18,6 @@ from patcher.integrate.layers import LayerSurvey, StepCalls
 from patcher.integrate.places import calls_in_step
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.places import of_model
-from patcher.integrate.transformers.points import POINTS
 from patcher.integrate.transformers.roles.experts_modules import are_experts, some_calls
 from patcher.integrate.transformers.roles.experts_whole import ExpertsWhole
 
@@ -284,46 +283,6 @@ def test_copies_of_a_patched_model_run_their_own() -> None:
     expected = model(TOKENS).logits
     with inside(ExpertsWhole(model), original_kernel("experts")):
         assert copy.deepcopy(model)(TOKENS).logits.equal(expected)
-
-
-def test_two_patches_of_one_module_exclude_each_other() -> None:
-    model = built("mixtral")
-    for one, other in (("experts", "experts.sum"), ("experts.sum", "experts")):
-        first, second = (POINTS[name](model) for name in (one, other))
-        with (
-            inside(first, original_kernel(one)),
-            pytest.raises(VerificationError, match="MixtralExperts is already patched"),
-        ):
-            second.find()
-        assert second.find()
-
-
-def test_a_spread_model_is_refused() -> None:
-    accelerate: Any = pytest.importorskip("accelerate")
-    model = built("mixtral")
-    accelerate.hooks.add_hook_to_module(experts_of(model)[0], accelerate.hooks.ModelHook())
-    with pytest.raises(VerificationError, match="replaced by a hook of accelerate"):
-        ExpertsWhole(model).find()
-    with pytest.raises(VerificationError, match="no experts module whose weights are in memory"):
-        ExpertsWhole(built("mixtral").to("meta")).find()
-
-
-@torch.inference_mode()
-def test_adapters_of_weights_count() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    for later in (False, True):
-        own = built("mixtral")
-        adapted = None if later else peft.get_peft_model(own, config).eval()
-        with inside(ExpertsWhole(own), original_kernel("experts")) as book:
-            adapted = adapted or peft.get_peft_model(own, config).eval()
-            torch.manual_seed(1)
-            for name, parameter in adapted.named_parameters():
-                if "lora" in name:
-                    parameter.data.uniform_(0.1, 0.3)
-            during = adapted(TOKENS).logits
-        assert dict(book.reasons) == {"experts' weights are parametrised": 2}
-        assert during.equal(adapted(TOKENS).logits)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "granitemoehybrid", *OTHERS])
