@@ -29,10 +29,10 @@ from patcher.integrate.activation import guards_of
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
 from patcher.integrate.transformers.points import GptOssDecoderLayers, GptOssExpertsFunction
-from patcher.integrate.transformers.roles.decoder_layer import _add_then_norm
 from patcher.integrate.transformers.roles.experts_rows import weigh_and_sum
-from patcher.integrate.transformers.roles.rotary import _rotate
-from patcher.integrate.transformers.roles.router import _top_k
+from patcher.integrate.transformers.roles.gpt_oss_decoder_layer import _add_then_norm
+from patcher.integrate.transformers.roles.gpt_oss_rotary import _rotate
+from patcher.integrate.transformers.roles.gpt_oss_router import _top_k
 
 STEPS = 3
 PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_OSS}
