@@ -5,15 +5,22 @@ It times no single requests: there is no TTFT, TPOT, ITL or goodput, and no wait
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from patcher.bench.ab.served import ServedPoint, ServedRun, ServingTrace, TracePart
+from patcher.bench.ab.served import (
+    LENGTH_TOLERANCE,
+    ServedPoint,
+    ServedRun,
+    ServingTrace,
+    TracePart,
+)
 from patcher.bench.errors import PatcherError
 
-LENGTH_TOLERANCE = 0.05
-"""Share by which all tokens may differ from what was asked for: a trained tokenizer may join some
-tokens of a prompt that was made from random ones."""
+TOLD = (50, 90, 99)
+"""Percentiles of a batch that reports tell; others may be there, too."""
 
 
 def offline_run(
@@ -27,7 +34,7 @@ def offline_run(
         trace: its only part has the lengths of all prompts and answers, in tokens.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such result.
+        KeyError, TypeError, ValueError, ArithmeticError: it is no such result.
         PatcherError: answers have other lengths than were asked for.
     """
     [part] = trace.parts
@@ -38,17 +45,24 @@ def latency_run(point: ServedPoint, part: TracePart, found: Mapping[str, Any]) -
     """`vllm bench latency`: `latencies`, seconds of each iteration of one batch, `avg_latency`, and
     `percentiles` by number.
     """
-    seconds, batches = float(found["avg_latency"]), len(found["latencies"])
-    prompts = point.concurrency * batches
+    each = [float(one) for one in found["latencies"]]
+    if min(each, default=0.0) <= 0:
+        raise ValueError("a batch took no time")
+    seconds, percentiles = statistics.fmean(each), dict(found["percentiles"])
+    if missing := [key for key in TOLD if str(key) not in percentiles]:
+        raise ValueError(f"no percentile {missing[0]}")
+    if not math.isclose(seconds, float(found["avg_latency"]), rel_tol=1e-3):
+        raise ValueError(f"batches took {seconds:g} s, and not avg_latency")
+    prompts = point.concurrency * len(each)
     return ServedRun(
         point=point,
         requests=prompts,
-        duration_s=sum(map(float, found["latencies"])),
+        duration_s=sum(each),
         input_tokens=prompts * part.input_len,
         output_tokens=prompts * part.output_len,
         output_tokens_per_s=point.concurrency * part.output_len / seconds,
         total_tokens_per_s=point.concurrency * (part.input_len + part.output_len) / seconds,
-        batch_ms={f"p{key}": 1e3 * float(value) for key, value in found["percentiles"].items()},
+        batch_ms={f"p{int(key)}": 1e3 * float(value) for key, value in percentiles.items()},
     )
 
 

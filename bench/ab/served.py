@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -24,6 +24,10 @@ from patcher.bench.stats.comparison import Arm
 PERCENTILES = (50, 95, 99)
 OPEN_S = 20.0
 """Seconds over which requests arrive in a run at a rate, at least."""
+LENGTH_TOLERANCE = 0.05
+"""Share by which the tokens of a run may differ from what was asked for."""
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class TracePart(Record):
@@ -159,24 +163,24 @@ class ServedRun(Record):
     """What a client measured in one run at one point."""
 
     point: ServedPoint
-    requests: int
-    duration_s: float
-    input_tokens: int
-    output_tokens: int
-    output_tokens_per_s: float
-    total_tokens_per_s: float
+    requests: int = Field(ge=1)
+    duration_s: _Positive
+    input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=1)
+    output_tokens_per_s: _Positive
+    total_tokens_per_s: _Positive
     """Tokens of prompts and outputs per second."""
-    goodput_per_s: float | None = None
+    goodput_per_s: _Time | None = None
     """Requests per second that kept the trace's SLO; None if the client times no requests."""
-    ttft_ms: dict[str, float] = Field(default_factory=dict)
+    ttft_ms: dict[str, _Time] = Field(default_factory=dict)
     """Time to first token: `p50`, `p95`, `p99`; empty, as the next two, if it times no requests."""
-    tpot_ms: dict[str, float] = Field(default_factory=dict)
+    tpot_ms: dict[str, _Positive] = Field(default_factory=dict)
     """Time per output token of a request, after its first one."""
-    itl_ms: dict[str, float] = Field(default_factory=dict)
+    itl_ms: dict[str, _Time] = Field(default_factory=dict)
     """Time between two tokens."""
-    batch_ms: dict[str, float] = Field(default_factory=dict)
+    batch_ms: dict[str, _Time] = Field(default_factory=dict)
     """Time of a whole batch, as percentiles; empty if the client sends none."""
-    longest_gap_ms: float | None = None
+    longest_gap_ms: _Time | None = None
     """The longest wait for a token."""
     stalled: bool = False
     """Whether that is longer than the warm-up explains, in the last run that was tried, too."""
@@ -207,6 +211,21 @@ class StalledRun(Record):
     limit_ms: float
 
 
+def refuse_other_traffic(run: ServedRun, asked: Sequence[TraceRequest]) -> None:
+    """Check that the client measured what it was asked for: fewer requests or shorter answers are
+    another load, at which tokens come faster.
+
+    Raises:
+        PatcherError: it did not.
+    """
+    tokens = sum(request.output_len for request in asked)
+    if run.requests != len(asked) or abs(run.output_tokens - tokens) > LENGTH_TOLERANCE * tokens:
+        raise PatcherError(
+            f"{run.requests:,} requests got {run.output_tokens:,} tokens at {run.point.label}, "
+            f"where {len(asked):,} with {tokens:,} were asked for"
+        )
+
+
 def run_of(point: ServedPoint, trace: ServingTrace, found: Mapping[str, Any]) -> ServedRun:
     """One run from a client's times of each request.
 
@@ -215,17 +234,18 @@ def run_of(point: ServedPoint, trace: ServingTrace, found: Mapping[str, Any]) ->
             seconds and `itls`, a list of seconds; `ttfts` of failed requests are 0.
 
     Raises:
-        PatcherError: requests failed, or answers have other lengths than were asked for.
+        KeyError, TypeError, ValueError, ArithmeticError: it is no such result.
+        PatcherError: requests failed, or answers came whole.
     """
     rows = [
-        (int(asked), int(given), float(first), [float(gap) for gap in gaps])
+        (int(asked), int(given), _seconds(first), [_seconds(gap) for gap in gaps])
         for asked, given, first, gaps in zip(
             found["input_lens"], found["output_lens"], found["ttfts"], found["itls"], strict=True
         )
     ]
     good = [row for row in rows if row[1] > 0 and row[2] > 0]
     if len(good) < len(rows) or not rows:
-        errors = [str(error).strip() for error in found.get("errors", ()) if error]
+        errors = list(filter(None, (str(error).strip() for error in found.get("errors", ()))))
         last = f": {errors[0].splitlines()[-1][:300]}" if errors else ""
         raise PatcherError(
             f"{len(rows) - len(good)} of {len(rows)} requests failed at {point.label}{last}"
@@ -235,6 +255,8 @@ def run_of(point: ServedPoint, trace: ServingTrace, found: Mapping[str, Any]) ->
     # several tokens may arrive at once, so a request's time is divided by its tokens
     tpots = [1e3 * sum(gaps) / max(tokens - 1, 1) for _, tokens, _, gaps in rows]
     between = [1e3 * gap for *_, gaps in rows for gap in gaps]
+    if not np.median(tpots) > 0:
+        raise PatcherError(f"answers came whole, so that no token was timed, at {point.label}")
     kept = sum(
         first <= trace.slo.ttft_ms and each <= trace.slo.tpot_ms
         for first, each in zip(ttfts, tpots, strict=True)
@@ -254,6 +276,13 @@ def run_of(point: ServedPoint, trace: ServingTrace, found: Mapping[str, Any]) ->
         itl_ms=_percentiles(between),
         longest_gap_ms=max([*ttfts, *between]),
     )
+
+
+def _seconds(value: Any) -> float:
+    found = float(value)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{found} is no time in seconds")
+    return found
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

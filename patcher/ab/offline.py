@@ -19,7 +19,7 @@ from patcher.ab.receipt_counts import calls_between
 from patcher.ab.served_records import ServedProcess
 from patcher.ab.server import START_S
 from patcher.ab.taking import RECEIPTS_S, SideTaking
-from patcher.bench import PatcherError, parse_json
+from patcher.bench import PatcherError, parse_json, problem
 from patcher.bench.ab.offline import offline_run
 from patcher.bench.ab.phases import ABPhase
 from patcher.bench.ab.served import ServedPoint, ServedRun
@@ -135,8 +135,8 @@ class OfflineTaking(SideTaking):
         try:
             found = parse_json(result.read_text(encoding="utf-8"))
             return offline_run(self._load.result, point, self.header.traces[point.trace], found)
-        except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            said = f"{type(error).__name__}: {error}"
+        except (OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            said = f"{type(error).__name__}: {problem(error)}"
             raise PatcherError(
                 f"{self.job.client} wrote no result that can be read: {said}"
             ) from error

@@ -46,7 +46,7 @@ from patcher.ab.server import (
 )
 from patcher.ab.taking import RECEIPTS_S, SideTaking
 from patcher.ab.verdict import refuse_one_point_twice
-from patcher.bench import PatcherError, parse_json
+from patcher.bench import PatcherError, parse_json, problem
 from patcher.bench.ab.engine_config import overriding
 from patcher.bench.ab.phases import ABPhase, ABProgress
 from patcher.bench.ab.served import (
@@ -54,6 +54,7 @@ from patcher.bench.ab.served import (
     ServedRun,
     ServingTrace,
     StalledRun,
+    refuse_other_traffic,
     requests_of,
     run_of,
 )
@@ -301,10 +302,13 @@ class Taking(SideTaking):
         count = trace.requests(point.concurrency, point.rate)
         file, result = folder / "requests.jsonl", folder / "result.json"
         result.unlink(missing_ok=True)
+        asked = requests_of(trace, count, self.prompts.vocabulary, seed)
         with file.open("w", encoding="utf-8") as lines:
-            for request in requests_of(trace, count, self.prompts.vocabulary, seed):
+            for request in asked:
                 prompt = self.prompts.text(request.prompt)
-                answer = self.prompts.text(self.prompts.vocabulary[: request.output_len])
+                answer = ""
+                if "{answer}" in self.client.request:
+                    answer = self.prompts.answer(request.output_len)
                 line = request_line(self.client.request, prompt, answer, request.output_len)
                 lines.write(line + "\n")
         command = filled(
@@ -323,11 +327,12 @@ class Taking(SideTaking):
         try:
             found = parse_json(result.read_text(encoding="utf-8").splitlines()[-1])
             run = run_of(point, trace, found)
+            refuse_other_traffic(run, asked)
         except PatcherError as error:  # requests failed: the server knows why
             at.server.check(DYING_S)
             raise at.server.failed(f"served badly: {error.message}") from error
-        except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}"
+        except (OSError, IndexError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            said = f"{type(error).__name__}: {problem(error)}"
             raise PatcherError(
                 f"{self.job.client} wrote no result that can be read: {said}"
             ) from error

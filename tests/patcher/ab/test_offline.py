@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -238,10 +239,11 @@ def test_a_search_tries_ways_without_a_server(tmp_path: Path) -> None:
 def test_results_are_read_as_vllm_writes_them() -> None:
     point, trace = ServedPoint(trace="fixed", concurrency=4), traces()["fixed"]
     seconds = [1.0, 2.0, 3.0]
-    found = {"avg_latency": 2.0, "latencies": seconds, "percentiles": {"50": 2.0, "99": 2.98}}
+    percentiles = {"50": 2.0, "90": 2.8, "99": 2.98}
+    found = {"avg_latency": 2.0, "latencies": seconds, "percentiles": percentiles}
     run = offline_run("latency", point, trace, found)
     assert run.output_tokens_per_s == 4 * 256 / 2
-    assert run.batch_ms == {"p50": 2000, "p99": 2980}
+    assert run.batch_ms == {"p50": 2000, "p90": 2800, "p99": 2980}
     assert (run.compared, run.user_tokens_per_s) == (512, None)
     # a trained tokenizer joined some tokens of the prompts
     whole = {"elapsed_time": 2.0, "num_requests": 4, "total_num_tokens": 5100}
@@ -250,6 +252,32 @@ def test_results_are_read_as_vllm_writes_them() -> None:
     for other in ({"num_requests": 3}, {"total_num_tokens": 4200}):
         with pytest.raises(PatcherError, match="were asked for"):
             offline_run("throughput", point, trace, whole | other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "update"),
+    [
+        ("latency", {"avg_latency": 1e-9}),
+        ("latency", {"latencies": []}),
+        ("latency", {"latencies": [-1.0], "avg_latency": -1.0}),
+        ("latency", {"latencies": [math.nan], "avg_latency": math.nan}),
+        ("latency", {"percentiles": {"50": 1.0, "99": 1.0}}),
+        ("latency", {"percentiles": {"50": 1.0, "90": 1.0, "99": math.nan}}),
+        ("latency", {"percentiles": [1.0]}),
+        ("throughput", {"elapsed_time": 0}),
+        ("throughput", {"elapsed_time": -1}),
+        ("throughput", {"elapsed_time": math.inf}),
+        ("throughput", {"total_num_tokens": math.inf}),
+    ],
+)
+def test_a_result_of_absurd_numbers_is_none(kind: str, update: dict[str, Any]) -> None:
+    point, trace = ServedPoint(trace="fixed", concurrency=4), traces()["fixed"]
+    percentiles = {"50": 1.0, "90": 1.0, "99": 1.0}
+    found = {"avg_latency": 1.0, "latencies": [1.0], "percentiles": percentiles}
+    found |= {"elapsed_time": 2.0, "num_requests": 4, "total_num_tokens": 5120}
+    assert offline_run(kind, point, trace, found).requests == 4
+    with pytest.raises((ValueError, TypeError, ArithmeticError)):
+        offline_run(kind, point, trace, found | update)
 
 
 def test_clients_are_data_and_each_has_a_server_or_none() -> None:

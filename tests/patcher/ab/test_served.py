@@ -67,6 +67,7 @@ from patcher.bench.ab.served import (
 )
 from patcher.bench.engines import serving
 from patcher.bench.engines.architecture import full_config, model_digest
+from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import client_of, clients, flags, request_line
 from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
@@ -662,8 +663,9 @@ def test_warm_up_goes_on_until_nothing_is_faster() -> None:
 def test_a_run_that_stalls_is_taken_again(tmp_path: Path) -> None:
     script = (
         "import json, pathlib, sys; a = pathlib.Path('seen'); n = int(a.read_text()) if a.exists() "
-        "else 0; a.write_text(str(n + 1)); json.dump(dict(duration=1, input_lens=[1], "
-        "output_lens=[2], ttfts=[900 if n < WHEN else 0.1], itls=[[0.1]]), open(sys.argv[1], 'w'))"
+        "else 0; a.write_text(str(n + 1)); json.dump(dict(duration=1, input_lens=[1] * 12, "
+        "output_lens=[256] * 12, ttfts=[900 if n < WHEN else 0.1] * 12, itls=[[0.1]] * 12), "
+        "open(sys.argv[1], 'w'))"
     )
     job = replace(JOB, process_pairs=1, points=POINTS[:1])
     for when, kept, stalled in ((2, 100, False), (9, 900_000, True)):
@@ -696,6 +698,81 @@ def test_figures_are_those_of_the_requests() -> None:
     assert run.goodput_per_s == 0  # one has too long between tokens, one came too late
     with pytest.raises(PatcherError, match="1 of 2 requests failed at fixed, 2 at a time: refused"):
         run_of(point, trace, found | {"output_lens": [3, 0], "errors": ["", "Traceback\nrefused"]})
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        ({"duration": 0}, "division by zero"),
+        ({"duration": -1}, "greater than 0"),
+        ({"duration": math.nan}, "finite"),
+        ({"duration": math.inf}, "greater than 0"),
+        ({"duration": 1e-320}, "finite"),
+        ({"output_lens": [math.inf, 5]}, "infinity"),
+        ({"output_lens": [10**400, 5]}, "too large"),
+        ({"input_lens": [-50, 5]}, "greater than or equal to 0"),
+        ({"ttfts": [math.nan, 0.1]}, "no time in seconds"),
+        ({"ttfts": [math.inf, 0.1]}, "no time in seconds"),
+        ({"itls": [[-0.1, 0.5], [0.1]]}, "no time in seconds"),
+        ({"itls": [[], []]}, "came whole"),
+        ({"itls": [[0, 0], [0]]}, "came whole"),
+    ],
+)
+def test_a_result_that_no_server_could_give_is_none(update: dict[str, Any], said: str) -> None:
+    found = {"duration": 2.0, "input_lens": [10, 20], "output_lens": [3, 5], "ttfts": [0.1, 3.0]}
+    found |= {"itls": [[0.01, 0.03], [0.02, 0.02]]}
+    expected = (PatcherError, ValueError, ArithmeticError)
+    with pytest.raises(expected, match=said):
+        run_of(POINTS[1], traces()["fixed"], found | update)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("found['duration'] = 0", "wrote no result that can be read: ZeroDivisionError"),
+        ("found['duration'] = float('nan')", "wrote no result .*duration_s: .* finite number$"),
+        ("found = {name: value[:-1] for name, value in found.items()}", "11 requests"),
+        ("found['output_lens'] = [128] * 12", "12 requests got 1,536 .* 12 with 3,072 were asked"),
+    ],
+)
+def test_what_was_not_asked_for_is_not_measured(change: str, said: str, tmp_path: Path) -> None:
+    """Fewer tokens, such as of a model that stops early, are another load."""
+    lines = [
+        "import json, sys",
+        "found = dict(input_lens=[1] * 12, output_lens=[256] * 12)",
+        "found |= dict(ttfts=[0.1] * 12, itls=[[0.1]] * 12)",
+        change,
+        "found.setdefault('duration', 1)",
+        "json.dump(found, open(sys.argv[1], 'w'))",
+    ]
+    (tmp_path / "absurd_client.py").write_text("\n".join(lines))
+    serving = CLIENT.model_copy(update={"bench": ("absurd_client", "{folder}/{result}")})
+    job = replace(JOB, serving=serving, process_pairs=1, points=POINTS[:1])
+    with pytest.raises(PatcherError, match=said):
+        compare_served(job, (SLOW, FAST), tmp_path, silent)
+    assert not list(tmp_path.glob("served-*/pair-*.json"))
+
+
+def test_an_answer_has_the_length_that_is_asked_for_with_a_trained_tokenizer(
+    tmp_path: Path,
+) -> None:
+    """Some clients take the length of an answer from its text."""
+    from tokenizers import Tokenizer, decoders, models, processors
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "a": 1, "aa": 2, "b": 3}
+    base = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "a")]))
+    base.decoder = decoders.ByteLevel()
+    base.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(tokenizer_object=base, bos_token="<s>").save_pretrained(tmp_path)
+    real = WORKLOAD.model_copy(update={"model": str(tmp_path), "weights": "local"})
+    (tmp_path / "config.json").write_text(json.dumps(full_config("gpt-oss-tiny")))
+    prompts, tokenizer = ServedPrompts(real), AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer.encode(prompts.text([1, 1]))) == 2, "both were joined"
+    assert [len(tokenizer.encode(prompts.answer(length))) for length in (2, 256)] == [2, 256]
+    drawn = ServedPrompts(WORKLOAD)
+    assert len(drawn.answer(5000).split()) == 5000 > max(drawn.vocabulary)
 
 
 def test_prompts_are_equal_for_both_arms_new_for_each_run_and_share_what_they_should() -> None:
