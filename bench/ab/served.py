@@ -12,10 +12,10 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.records import Record
@@ -187,6 +187,16 @@ class ServedRun(Record):
     sm_clock_mhz: int | None = None
     """Median of the samples in the run."""
     throttle_reasons: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        told = {f"p{each}" for each in PERCENTILES}
+        times = (self.ttft_ms, self.tpot_ms, self.itl_ms)
+        if any(table and set(table) != told for table in times):
+            raise ValueError(f"times of requests are {', '.join(sorted(told))}")
+        if self.point.rate is not None and not self.tpot_ms:
+            raise ValueError("at a rate of requests they are timed")
+        return self
 
     @property
     def user_tokens_per_s(self) -> float | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from patcher.ab.record_files import read_record, write_record
 from patcher.ab.served_records import ServedHeader, ServedProcess, ServedResult
-from patcher.bench import Record, UsageError
+from patcher.bench import Record, UsageError, VerificationError
 from patcher.bench.ab.served import arm_orders
 from patcher.bench.stats.comparison import Arm
 from patcher.runs.durable import held, held_if_free
@@ -69,7 +69,8 @@ class ServedFolder:
         place of those that are not measured yet; returns their number. None is taken twice.
 
         Raises:
-            UsageError: it is of another comparison, or names no machine, as older results do.
+            UsageError: it is of another comparison, names no machine, as older results do, or has
+                pairs that nobody measured.
         """
         known = result.header.config or self._header.config
         header = result.header.model_copy(update={"config": known})
@@ -84,17 +85,35 @@ class ServedFolder:
         pairs: dict[int, list[ServedProcess]] = {}
         for process in result.processes:
             pairs.setdefault(process.pair, []).append(process)
+        if not all(map(self._is_pair, pairs.values())):
+            raise UsageError(
+                "that result is damaged: its processes are not pairs of one machine at its points",
+                "give a file as --out wrote it",
+            )
         adopted = 0
         for earlier, pair in pairs.items():
             free = (number for number in self.missing() if (number - earlier) % 2 == 0)  # its order
             number = next(free, None)
-            if number is None or len(pair) != 2 or _numbered(pair[0], 0) in measured:
+            if number is None or _numbered(pair[0], 0) in measured:
                 continue
+            measured += (_numbered(one, 0) for one in pair)
             with self.claimed(number, pair[0].machine) as mine:
                 for process in pair if mine else ():
                     self.keep(_numbered(process, number))
                 adopted += mine
         return adopted
+
+    def _is_pair(self, pair: Sequence[ServedProcess]) -> bool:
+        """Whether these are the two processes of a pair, on one machine."""
+        arms = sorted(one.arm for one in pair)
+        return (
+            arms == ["baseline", "patched"]
+            and pair[0].machine == pair[1].machine
+            and all(map(self._at_points, pair))
+        )
+
+    def _at_points(self, process: ServedProcess) -> bool:
+        return tuple(run.point for run in process.runs) == self._header.points
 
     def _measured(self) -> list[ServedProcess]:
         every = arm_orders(self._pairs)
@@ -149,7 +168,11 @@ class ServedFolder:
 
     def _read(self, number: int, arm: Arm) -> ServedProcess:
         path = self._file(number, arm)
-        return read_record(path, ServedProcess, f"remove {path} to measure it again")
+        hint = f"remove {path} to measure it again"
+        found = read_record(path, ServedProcess, hint)
+        if (found.pair, found.arm) != (number, arm) or not self._at_points(found):
+            raise VerificationError(f"{path} holds another process than its name says", hint)
+        return found
 
 
 def _numbered(process: ServedProcess, pair: int) -> ServedProcess:

@@ -204,7 +204,8 @@ def _figures(processes: Sequence[ServedProcess], arm: Arm, index: int) -> Served
 
     def means(name: str) -> dict[str, float]:
         tables: list[Mapping[str, float]] = [getattr(run, name) for run in runs]
-        return {key: statistics.fmean(each[key] for each in tables) for key in tables[0]}
+        keys = [key for key in tables[0] if all(key in each for each in tables)]
+        return {key: statistics.fmean(each[key] for each in tables) for key in keys}
 
     return ServedFigures(
         output_tokens_per_s=mean("output_tokens_per_s"),

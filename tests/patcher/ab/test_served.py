@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from served_sample import (
     CLIENT,
     FAST,
@@ -54,7 +54,7 @@ from patcher.ab.served_records import (
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import EngineServer, WarmUp, announce_plugin, installation, warm_up
-from patcher.bench import MissingError, PatcherError, UsageError
+from patcher.bench import MissingError, PatcherError, UsageError, VerificationError
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.served import (
     ServedPoint,
@@ -351,6 +351,61 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
     older = there.model_copy(update={"processes": tuple(nameless)})
     with pytest.raises(UsageError, match="which machine"):
         compare_served(replace(job, earlier=(older,)), (SLOW, FAST), here, silent)
+
+
+def test_pairs_that_nobody_measured_do_not_count(tmp_path: Path) -> None:
+    job = replace(JOB, process_pairs=2, points=POINTS[:1])
+    there = compare_served(job, (SLOW, FAST), tmp_path / "there", silent)
+    first, second = there.processes[:2]
+
+    def joined(*processes: ServedProcess) -> ServedResult:
+        given = there.model_copy(update={"processes": processes})
+        more = replace(job, process_pairs=4, earlier=(given,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(platform, "node", lambda: "elsewhere")
+            return compare_served(more, (SLOW, FAST), tmp_path / "here", silent)
+
+    def changed(**update: Any) -> ServedProcess:
+        return second.model_copy(update=update)
+
+    other = second.runs[0].model_copy(update={"point": POINTS[1]})
+    for damaged in (
+        (first,),
+        (first, first),
+        (first, second, second),
+        (first, changed(arm="baseline")),
+        (first, changed(machine="another")),
+        (first, changed(runs=())),
+        (first, changed(runs=(other,))),
+    ):
+        with pytest.raises(UsageError, match="that result is damaged"):
+            joined(*damaged)
+    # a pair that is there twice counts once
+    twice = [one.model_copy(update={"pair": 2}) for one in (first, second)]
+    found = joined(first, second, *twice)
+    assert [one.machine == first.machine for one in found.processes] == [True] * 2 + [False] * 6
+    [folder] = (tmp_path / "here").glob("served-*")
+    (folder / "pair-1-patched.json").write_bytes((folder / "pair-0-patched.json").read_bytes())
+    with pytest.raises(VerificationError, match=r"pair-1-patched.json holds another process"):
+        compare_served(job, (SLOW, FAST), tmp_path / "here", silent)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"output_tokens_per_s": 0},
+        {"output_tokens_per_s": -3},
+        {"output_tokens_per_s": None},
+        {"tpot_ms": {"p50": 1}},
+        {"tpot_ms": {"p50": 0, "p95": 0, "p99": 0}},
+        {"duration_s": "inf"},
+        {"point": {"trace": "fixed", "concurrency": 1, "rate": 2}, "tpot_ms": {}},
+    ],
+)
+def test_a_file_with_figures_that_cannot_be_is_no_result(update: dict[str, Any]) -> None:
+    fields = run_at(POINTS[0], 8).model_dump()
+    with pytest.raises(ValidationError):
+        ServedRun.model_validate_json(json.dumps(fields | update))
 
 
 def test_a_folder_that_holds_another_model_is_another_comparison(tmp_path: Path) -> None:
