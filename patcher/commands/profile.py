@@ -232,7 +232,7 @@ def profile(
     _widen(output, [found] if wide else [])
     output.emit(found, *_tables(found, top, wide))
     if plot_file is not None and not as_json:
-        output.err.print(f"drawn: {plot_file}", highlight=False)
+        output.err.print(f"drawn: {plot_file}", highlight=False, markup=False)
     return 0
 
 

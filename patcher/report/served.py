@@ -80,6 +80,7 @@ def served_html(result: ServedResult) -> str:
         seen=visible(seen_by(result.header)),
         facts=[visible(fact) for fact in _facts(result)],
         found=result.comparison,
+        reasons=[visible(reason) for reason in result.comparison.reasons],
         rates=any(one.point.rate is not None for one in result.comparison.points),
         gains=_drawn(
             "gains",

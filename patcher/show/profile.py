@@ -12,6 +12,7 @@ from rich.text import Text
 
 from patcher.hotspot import Hotspot, Profile, ProfileComparison, ledger, shortened
 from patcher.hotspot.profile import DeviceProfile
+from patcher.visible import visible
 
 TRIAGE = {
     "replace": ("replace", "green"),
@@ -80,7 +81,7 @@ class RankingTable:
                 break
             if len(widths) > 4:
                 widths.pop(name, None)
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=Text(visible(self.title)), title_justify="left")
         for name in widths:
             table.add_column(name, justify="left" if name == "do" else "right", no_wrap=True)
         table.add_column("kernel, chain", no_wrap=True)

@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from patcher.visible import visible
+
 LINE_EVERY_S = 30.0
 """Where there is no terminal, a stage is told when it begins and so often after that."""
 
@@ -27,7 +29,7 @@ def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
     """One live bar that changes its label from stage to stage."""
     progress = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -56,6 +58,7 @@ class StageBar:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """What stands in brackets after a stage is a note, which may change within it."""
+        stage = visible(stage)  # names of folders, or the last words of a server
         name = stage.partition(" (")[0]
         begins = name != self._stage
         if begins:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from patcher.ab.served_records import PointGain, ServedResult
 from patcher.ab.served_words import NO_TIMES, told
+from patcher.visible import visible
 
 HEAD = (
     *("point", "tok/s", "patched", "gain", "TPOT p50 ms", "TTFT p50 / p99 ms"),
@@ -22,7 +23,8 @@ def served_lines(result: ServedResult) -> list[Any]:
     """The points of both sides, what was measured how, and the verdict."""
     found, header = result.comparison, result.header
     alone = "one engine" if header.offline else "one server"
-    table = Table(title=f"{header.workload.model} as {header.client} sees it, {alone} at a time")
+    title = f"{header.workload.model} as {header.client} sees it, {alone} at a time"
+    table = Table(title=Text(visible(title)))
     head, rows = told(HEAD, [point_cells(point) for point in found.points])
     for name in head:
         table.add_column(name, justify="left" if name == "point" else "right")
@@ -32,7 +34,8 @@ def served_lines(result: ServedResult) -> list[Any]:
     for role, side in zip(("baseline", "patched"), header.sides, strict=True):
         count = len(side.patches)
         patches = f", {count} patch{'' if count == 1 else 'es'}" if count else ""
-        lines.append(Text(f"{role}: {header.workload.engine} {side.version} {side.name}{patches}"))
+        said = f"{role}: {header.workload.engine} {side.version} {side.name}{patches}"
+        lines.append(Text(visible(said)))
     if header.offline:
         lines.append(Text(f"{header.client} has {NO_TIMES}"))
     noise = (
@@ -43,7 +46,7 @@ def served_lines(result: ServedResult) -> list[Any]:
     pairs = f"{found.process_pairs} process pair{'' if found.process_pairs == 1 else 's'}"
     lines.append(Text(f"{pairs}{noise}; clocks {result.clocks}"))
     lines.append(Text(f"verdict: {found.verdict}", style=f"bold {VERDICTS[found.verdict]}"))
-    lines += [Text(f"  - {reason}") for reason in found.reasons]
+    lines += [Text(f"  - {visible(reason)}") for reason in found.reasons]
     return lines
 
 

@@ -36,3 +36,11 @@ def test_a_bar_or_a_quiet_command_prints_no_such_lines(terminal: bool, quiet: bo
     with stage_bar(Console(file=told, force_terminal=terminal, width=80), quiet) as bar:
         bar("measure", 0, 1)
     assert "measure: 0 of 1" not in told.getvalue()
+
+
+def test_a_stage_with_brackets_and_escapes_is_shown_as_it_is_written() -> None:
+    """Such as the name of a folder, or what a server said last."""
+    told = io.StringIO()
+    with stage_bar(Console(file=told, force_terminal=True, width=120), quiet=False) as bar:
+        bar("kept in /runs/[/b]\x1b]0;x", 0, 1)
+    assert "kept in /runs/[/b]<U+001B>]0;x" in told.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from typing import Any
 
 import pytest
 from pydantic import JsonValue, ValidationError
+from rich.console import Console
 from served_sample import (
     CLIENT,
     FAST,
@@ -388,6 +390,27 @@ def test_pairs_that_nobody_measured_do_not_count(tmp_path: Path) -> None:
     (folder / "pair-1-patched.json").write_bytes((folder / "pair-0-patched.json").read_bytes())
     with pytest.raises(VerificationError, match=r"pair-1-patched.json holds another process"):
         compare_served(job, (SLOW, FAST), tmp_path / "here", silent)
+
+
+def test_names_and_reasons_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    found = compare_served(job, (SLOW, FAST), tmp_path, silent)
+    model, hostile = f"{tmp_path}/[/x]\x1b[2J", "[/y]<script>\u202e\x1b[2J"
+    sides = tuple(one.model_copy(update={"name": hostile}) for one in found.header.sides)
+    workload = found.header.workload.model_copy(update={"model": model})
+    header = found.header.model_copy(update={"sides": sides, "workload": workload})
+    verdict = found.comparison.model_copy(update={"reasons": (hostile,)})
+    result = found.model_copy(update={"header": header, "comparison": verdict})
+    told = io.StringIO()
+    console = Console(file=told, width=200)
+    for line in served_lines(result):
+        console.print(line)
+    shown = told.getvalue()
+    assert shown.count("[/y]<script><U+202E><U+001B>[2J") == 3
+    assert "/[/x]<U+001B>[2J" in shown
+    for text in (shown, served_html(result), served_markdown(result)):
+        assert not {"\x1b", "\u202e"} & set(text)
+    assert "<script" not in served_html(result)
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,8 @@ def test_wide_prints_names_in_full_on_one_line() -> None:
     assert not re.search("\x1b", shown)
     for spot in read(SGLANG, "m").hotspots[:5]:
         assert spot.name in shown
+
+
+def test_a_name_with_brackets_is_a_name(profiles: list[Profile]) -> None:
+    named = profiles[1].model_copy(update={"model": "my[/b]model\x1b[2J"})
+    assert "my[/b]model<U+001B>[2J" in printed(named, 160)
