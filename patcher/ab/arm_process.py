@@ -28,6 +28,7 @@ from patcher.bench.engines.child_errors import ended, last_error
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox import Excerpt
 from patcher.integrate import Patch, Receipt, patch_environment
+from patcher.runs.stopping import GROUPS
 
 LOAD_S = 900.0
 REPLY_S = 600.0
@@ -83,6 +84,7 @@ class ArmProcess:
                 start_new_session=True,
                 bufsize=0,
             )
+        GROUPS.add(self._process.pid)
         try:
             loaded = self.ask(load, say.Loaded, load_s)
             wanted = {patch.manifest.id: patch.digest for patch in patches}
@@ -193,6 +195,7 @@ class ArmProcess:
         with suppress(ProcessLookupError):  # the group has no process left
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        GROUPS.discard(self._process.pid)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

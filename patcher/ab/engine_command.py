@@ -15,6 +15,7 @@ from patcher.bench.engines.child_errors import ended
 from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Receipt, read_receipts
+from patcher.runs.stopping import GROUPS
 
 END_S = 30.0
 """Time limit in seconds for a process to end after it was asked to; then it is killed."""
@@ -55,6 +56,7 @@ class EngineCommand:
                 start_new_session=True,
             )
         self._running.add(self)
+        GROUPS.add(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -99,14 +101,19 @@ class EngineCommand:
 
     def close(self) -> None:
         """End it with its children, so that the device is free; idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)  # its workers write receipts and free memory
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._running.discard(self)
+        if self not in self._running:
+            return
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)  # workers write receipts and free memory
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._running.discard(self)
+            GROUPS.discard(self._process.pid)
 
     @classmethod
     def close_all(cls) -> None:

@@ -161,7 +161,13 @@ class EngineServer(EngineCommand):
         """
         begin = time.monotonic()
         with ThreadPoolExecutor(users) as pool:
-            failures = [one for one in pool.map(lambda body: self._post(path, body), bodies) if one]
+            try:
+                sent = [pool.submit(self._post, path, body) for body in bodies]
+                failures = [said for one in sent if (said := one.result())]
+            except BaseException:  # Ctrl-C: without the server, nobody waits for its answers
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise
         if failures:
             self.check(DYING_S)
             raise self.failed(f"refused a warm-up request: {failures[0]}")

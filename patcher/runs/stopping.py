@@ -7,18 +7,22 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODE = 130
+GROUPS: set[int] = set()
+"""Process groups that end with this process: the kernel ends only their first ones with it."""
 PATIENCE_S = 1.0
 """A terminal and a wrapper may both pass on one Ctrl-C: this soon, another signal is the same."""
 
 
 class Stopping:
     """While it is entered, the first signal raises KeyboardInterrupt; who sends another one will
-    not wait for the unwinding: the process is gone at once, and its children with it (`leash`).
+    not wait for the unwinding: the process is gone at once, and its children with it (`GROUPS`,
+    and `patcher.bench.sandbox.die_with_parent`).
 
     Attributes:
         asked: whether a signal has come.
@@ -47,4 +51,7 @@ class Stopping:
         if time.monotonic() - self._first_s > PATIENCE_S:
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h\n")  # a live table hides the cursor
+            for group in tuple(GROUPS):
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             os._exit(EXIT_CODE)

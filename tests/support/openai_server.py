@@ -1,7 +1,7 @@
 """A double of an engine's server: it speaks the streaming protocol of OpenAI's completions.
 
     openai_server.py --port N [--first-ms 5] [--token-ms 1] [--patch ID] [--die-after N]
-        [--meet DIR] [--takes-all]
+        [--meet DIR] [--takes-all] [--hang]
 
 Delays are known: the first token comes after one, each other token after the other. `/delays` says
 what they are. With `--patch` it writes receipts as a patched engine does, two calls a request.
@@ -57,6 +57,8 @@ class Completions(BaseHTTPRequestHandler):
             print("out of luck", flush=True)
             os._exit(3)
         tokens = int(asked["max_tokens"])
+        if OPTIONS.hang:
+            time.sleep(600)
         if not asked.get("ignore_eos") or asked.get("temperature") != 0:
             self._whole(400, {"error": "lengths and tokens are not those that were asked for"})
             return
@@ -122,6 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
+    parser.add_argument("--hang", action="store_true", help="answer no request")
     parser.add_argument("--meet", type=Path)
     parser.add_argument("--takes-all", action="store_true", help="of the memory, whatever is said")
     OPTIONS = parser.parse_args()

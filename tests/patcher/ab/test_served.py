@@ -275,6 +275,32 @@ def test_ctrl_c_ends_servers_that_start_at_once(
         os.kill(int(waiting.stem), 0)
 
 
+def test_ctrl_c_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 20)
+    main, asked, said = threading.main_thread().ident, threading.Event(), list[str]()
+    assert main is not None
+    post = EngineServer._post
+
+    def spy(self: EngineServer, *more: Any) -> str:
+        asked.set()
+        said.append(post(self, *more))
+        return said[-1]
+
+    def interrupt() -> None:
+        asked.wait(60)
+        time.sleep(0.5)  # until it waits for the answer
+        signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(EngineServer, "_post", spy)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compare_served(JOB, (SLOW.beside({"hang": True}), FAST), tmp_path, silent)
+    thread.join()
+    assert said
+    assert not any("timed out" in one for one in said), "the server's end is the request's"
+
+
 def test_several_gpus_share_the_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of the same command at a time, here threads; each stands for a GPU of one host."""
     monkeypatch.setattr(served, "compiles", lambda engine: engine == WORKLOAD.engine)

@@ -113,6 +113,33 @@ def test_stopped_in_its_imports(tmp_path: Path, number: signal.Signals) -> None:
     assert stage.stop(number, "alone")["message"] == "the command was stopped before its end"
 
 
+STOPPED_TWICE = """
+import os, signal, time
+from pathlib import Path
+from patcher.ab.engine_command import EngineCommand
+from patcher.runs import stopping
+
+stopping.PATIENCE_S = 0
+line = "trap '' INT; sleep 600 & touch there; wait"
+with stopping.Stopping(), EngineCommand("it", ["sh", "-c", line], os.environ, Path.cwd(), "log"):
+    while not Path("there").exists():
+        time.sleep(0.02)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_stopped_twice_an_engine_leaves_no_workers(
+    tmp_path: Path, orphans: Callable[[], set[int]]
+) -> None:
+    """They have parents of their own, which the kernel ends with us, and not them."""
+    code = subprocess.run([sys.executable, "-P", "-c", STOPPED_TWICE], cwd=tmp_path).returncode
+    assert code == 130
+    nothing_left(orphans)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_without_a_run(
     tmp_path: Path, orphans: Callable[[], set[int]], number: signal.Signals
