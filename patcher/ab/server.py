@@ -143,15 +143,24 @@ class EngineServer(EngineCommand):
             PatcherError: it ended, or was not ready in time; the error has the end of its log.
         """
         self.name, self.port = name, port
-        refuse_used_port(port)
         begin = time.monotonic()
-        super().__init__(f"the {name} server", command, environment, folder, "server.log")
+        self._claim = claimed_port(port)
+        try:
+            super().__init__(f"the {name} server", command, environment, folder, "server.log")
+        except BaseException:
+            self._claim.close()
+            raise
         try:
             self._await(health, begin + START_S)
         except BaseException:
             self.close()
             raise
         self.start_s = time.monotonic() - begin
+
+    def close(self) -> None:
+        """As every command; its port is free then."""
+        super().close()
+        self._claim.close()
 
     def burst(self, path: str, bodies: Sequence[Mapping[str, object]], users: int) -> float:
         """Send requests, so many at a time; returns seconds.
@@ -207,6 +216,29 @@ class EngineServer(EngineCommand):
             if time.monotonic() > deadline:
                 raise self.failed(f"was not ready in {START_S:.0f} s")
             time.sleep(0.2)
+
+
+def claimed_port(port: int) -> socket.socket:
+    """Hold a port among the commands of patcher until what is returned is closed: a server takes
+    its own only seconds later, and vLLM's share one, so that each would answer for the other.
+
+    Raises:
+        UsageError: the port is in use.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0patcher-port-{port}")  # no file, and of the network that the port is of
+        refuse_used_port(port)
+    except OSError as error:
+        claim.close()
+        raise UsageError(
+            f"port {port} is in use: another command of patcher serves there",
+            "give another --port, or none",
+        ) from error
+    except BaseException:
+        claim.close()
+        raise
+    return claim
 
 
 def refuse_used_port(port: int) -> None:

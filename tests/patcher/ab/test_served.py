@@ -227,6 +227,20 @@ def test_sides_with_one_port_start_one_by_one(
     assert len([one for one in said if one.startswith("starting the server")]) == 4
 
 
+def test_two_commands_never_serve_at_one_port(tmp_path: Path) -> None:
+    """Though the other one's server does not listen yet."""
+    port = server.free_port()
+    waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+    place = (tmp_path, port, "/health")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineServer, "_await", lambda *_: None)
+        first = EngineServer("first", waits, os.environ, *place)
+        with first, pytest.raises(UsageError, match=f"port {port} is in use: another command"):
+            compare_served(replace(JOB, port=port), (SLOW, FAST), tmp_path, silent)
+    job = replace(JOB, port=port, process_pairs=1, points=POINTS[:1])
+    assert compare_served(job, (SLOW, FAST), tmp_path, silent).processes
+
+
 def test_an_error_of_one_side_that_nobody_expects_is_never_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
