@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,14 @@ from patcher.bench.ab.traffic import traffic
 from patcher.bench.engines import in_process
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
+
+_MODEL = "the model is the first word after the command"
+OWN = {
+    **dict.fromkeys(("model", "model_path", "tokenizer", "tokenizer_path"), _MODEL),
+    "host": "leave it out: servers are driven on this machine",
+    "port": "use --port of patcher",
+}
+"""Arguments of engines that would measure another one than what is driven, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def job_of(
         margin_pct=margin_pct,
         max_pairs=asked.pairs or DEFAULT_PAIRS,
         quality_steps=quality_steps,
-        arguments=dict(map(argument, engine_args)),
+        arguments=engine_arguments(engine_args, tuned),
         tune=tune,
         tuned=tuned,
     )
@@ -160,6 +168,45 @@ def argument(text: str) -> tuple[str, JsonValue]:
     except ValueError:
         read = value
     return name, read
+
+
+def engine_arguments(texts: Sequence[str], tuned: Tuning | None = None) -> dict[str, JsonValue]:
+    """What `--engine-arg` says, each name once.
+
+    Raises:
+        UsageError: one is no `NAME=VALUE`, is patcher's to say, is there twice, or is another one
+            than a search chose.
+    """
+    found: dict[str, JsonValue] = {}
+    for text in texts:
+        name, value = named_once(text, found)
+        if name == "dtype":
+            raise UsageError("a dtype is an option of patcher, too", "use --dtype")
+        if tuned is not None and tuned.chosen.get(name, value) != value:
+            raise UsageError(
+                f"--engine-arg {text}, and the search of --tuned chose {tuned.chosen[name]}",
+                "leave out one of them, or search with it: patcher throughput tune --engine-arg",
+            )
+        found[name] = value
+    return found
+
+
+def named_once(text: str, found: Container[str]) -> tuple[str, JsonValue]:
+    """An argument of an engine, with its name as Python spells it.
+
+    Args:
+        found: names that were given before.
+
+    Raises:
+        UsageError: as `argument`; it is there, or patcher gives it to each engine itself.
+    """
+    name, value = argument(text)
+    name = name.replace("-", "_")
+    if name in OWN:
+        raise UsageError(f"{text}: patcher gives each engine its {name}", OWN[name])
+    if name in found:
+        raise UsageError(f"{name} is given twice", "give each argument of the engine once")
+    return name, value
 
 
 def united(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

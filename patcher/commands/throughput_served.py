@@ -122,7 +122,7 @@ def served_job(
     Raises:
         UsageError: options that do not go together, or of what is unknown.
     """
-    from patcher.ab.options import argument, read_tuning
+    from patcher.ab.options import engine_arguments, read_tuning
     from patcher.ab.other_windows import whole_numbers
     from patcher.ab.served_points import points_for
     from patcher.ab.served_records import ServedJob, SideSetup
@@ -159,7 +159,7 @@ def served_job(
         None if served.concurrency is None else whole_numbers(served.concurrency, "--concurrency")
     )
     tuned = None if baseline.tuned is None else read_tuning(baseline.tuned, what)
-    arguments = dict(map(argument, engine.engine_args or []))
+    arguments = engine_arguments(engine.engine_args or [], tuned)
     arguments |= tuned.chosen if tuned else {}
     job = ServedJob(
         workload=what,

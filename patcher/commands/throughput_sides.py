@@ -26,7 +26,7 @@ def side_of(text: str, engine: str, base: SideSetup, stack: ExitStack) -> SideSe
         UsageError: a word is none of these, or the store holds no patch of the engine.
         VerificationError: the store is damaged.
     """
-    from patcher.ab.options import argument
+    from patcher.ab.options import argument, named_once
     from patcher.ab.served_records import SideSetup
     from patcher.ab.server import interpreter
     from patcher.integrate import Patch, unpacked
@@ -41,6 +41,8 @@ def side_of(text: str, engine: str, base: SideSetup, stack: ExitStack) -> SideSe
     for word in words:
         name, value = argument(word)
         given = word.partition("=")[2]
+        if name not in ("python", "store", "patch"):
+            name, value = named_once(word, ())
         if name in seen and name != "patch":
             raise UsageError(f"the side {text!r} says {name} twice", _HINT)
         seen.add(name)

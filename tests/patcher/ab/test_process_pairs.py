@@ -312,6 +312,27 @@ def test_what_does_not_go_together_is_refused() -> None:
         job_of(asked(), WORKLOAD, False, [], 0.5, 32, found)
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["port=9000"], "patcher gives each engine its port"),
+        (["host=0.0.0.0"], "patcher gives each engine its host"),
+        (["model-path=other"], "patcher gives each engine its model_path"),
+        (["dtype=float16"], "a dtype is an option of patcher"),
+        (["a_b=1", "a_b=2"], "a_b is given twice"),
+        (["a_b=1", "a-b=1"], "a_b is given twice"),
+        (["moe=c"], "--engine-arg moe=c, and the search of --tuned chose b"),
+    ],
+)
+def test_arguments_of_which_one_would_not_count_are_refused(args: list[str], said: str) -> None:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    found = tuned([[{"moe": "b"}]]).model_copy(update={"chosen": {"moe": "b"}})
+    with pytest.raises(bench.UsageError, match=said):
+        job_of(asked(), vllm, False, args, 0.5, 32, found)
+    same = job_of(asked(), vllm, False, ["moe=b", "a-b=1"], 0.5, 32, found)
+    assert same.arguments == {"moe": "b", "a_b": 1}
+
+
 def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
     found, file = tuned([[{"moe": "b"}]]), tmp_path / "stock.json"
     file.write_text(found.model_dump_json())

@@ -1005,6 +1005,8 @@ def test_a_path_of_a_side_is_taken_as_it_is_written(
         ("'store=a", "No closing quotation"),
         ("x=1 x=2", "says x twice"),
         ("python=a python=b", "says python twice"),
+        ("x_y=1 x-y=2", "says x_y twice"),
+        ("port=9000", "patcher gives each engine its port"),
     ],
 )
 def test_a_side_that_would_be_another_one_is_refused(
@@ -1043,6 +1045,8 @@ def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
         ("--rate 2,2", "a point is there twice"),
         ("--with served.json", "cannot read served.json"),
         ("--processes 0", "no process pair"),
+        ("--engine-arg port=9", "patcher gives each engine its port"),
+        ("--engine-arg dtype=float16", "a dtype is an option of patcher"),
         ("--client no", "unknown client 'no'"),
     ],
 )
