@@ -20,6 +20,9 @@ from patcher.bench.sandbox import Excerpt
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 
 RUN_S = 900.0
+"""Time limit in seconds of a run, besides the time in which requests arrive."""
+SLACK = 1.5
+"""Random arrivals may take longer than their rate says."""
 POLL_S = 0.25
 """Seconds between two looks at the client, the server and the clocks."""
 
@@ -51,9 +54,16 @@ class BenchClient:
             pipe.close()
 
     def run(
-        self, words: Sequence[str], server: EngineServer, clocks: ClockMonitor
+        self,
+        words: Sequence[str],
+        server: EngineServer,
+        clocks: ClockMonitor,
+        arrive_s: float = 0.0,
     ) -> list[ClockSample]:
         """Run a module with arguments until it ends; returns the clocks meanwhile.
+
+        Args:
+            arrive_s: seconds in which requests arrive, if they do not wait for answers.
 
         Raises:
             PatcherError: the client failed, or the server ended.
@@ -61,7 +71,8 @@ class BenchClient:
         stdin: Any = self._process.stdin
         stdout: IO[bytes] | None = self._process.stdout
         assert stdout is not None
-        deadline, samples = time.monotonic() + RUN_S, list[ClockSample]()
+        limit_s = RUN_S + SLACK * arrive_s
+        deadline, samples = time.monotonic() + limit_s, list[ClockSample]()
         try:
             stdin.write(json.dumps(words).encode() + b"\n")
             stdin.flush()
@@ -70,7 +81,7 @@ class BenchClient:
         while not select.select([stdout], [], [], POLL_S)[0]:
             server.check()
             if time.monotonic() > deadline:
-                raise PatcherError(f"{self._name} took longer than {RUN_S:.0f} s")
+                raise PatcherError(f"{self._name} took longer than {limit_s:.0f} s")
             samples.append(clocks.sample())
         code = int(stdout.readline() or self._process.wait() or 1)
         if code != 0:

@@ -323,7 +323,8 @@ class Taking(SideTaking):
                 "result": result.name,
             },
         )
-        samples = at.client.run(command, at.server, self.clocks)
+        arrive_s = 0.0 if point.rate is None else count / point.rate
+        samples = at.client.run(command, at.server, self.clocks, arrive_s)
         try:
             found = parse_json(result.read_text(encoding="utf-8").splitlines()[-1])
             run = run_of(point, trace, found)

@@ -10,6 +10,8 @@ from patcher.bench.engines.serving import ServingClient
 
 BOTH_TRACES = "fixed,mixed"
 """What a client over HTTP sends where nothing else is asked for."""
+MOST_USERS = 10_000
+"""Each has a connection, and a computer has some 28,000 ports for them."""
 
 
 def points_for(
@@ -30,10 +32,12 @@ def points_for(
         port: of the server.
 
     Raises:
-        UsageError: an option is of a server, or as `points_of`.
+        UsageError: an option is of a server, there are too many users, or as `points_of`.
     """
     own = client.offline
     if own is None:
+        if (most := max(concurrencies or (1,))) > MOST_USERS:
+            raise UsageError(f"--concurrency {most}", f"give at most {MOST_USERS:,} users")
         return points_of(BOTH_TRACES if names is None else names, concurrencies, rates)
     of_server = {"--trace": names, "--rate": rates or None, "--port": port}
     if given := [option for option, value in of_server.items() if value is not None]:

@@ -182,16 +182,17 @@ def rates_of(text: str | None) -> tuple[float, ...]:
     """Rates of requests, in the order given.
 
     Raises:
-        UsageError: one is no number above 0, or above 10,000.
+        UsageError: one is no number from 0.01, where a run takes hours, to 10,000.
     """
     words = [] if text is None else text.split(",")
     try:
         rates = tuple(float(word) for word in words)
     except ValueError:
         rates = (math.nan,)
-    if not all(0 < rate <= 1e4 for rate in rates):
+    if not all(0.01 <= rate <= 1e4 for rate in rates):
         raise UsageError(
-            f"--rate {text} is no list of requests a second", "give numbers, such as --rate 0.5,4"
+            f"--rate {text} is no list of requests a second",
+            "give numbers from 0.01 to 10000, such as --rate 0.5,4",
         )
     return rates
 

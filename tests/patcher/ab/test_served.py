@@ -41,7 +41,7 @@ from served_sample import (
 )
 from typer.testing import CliRunner
 
-from patcher.ab import served, server
+from patcher.ab import bench_client, served, server
 from patcher.ab.block_folder import blocks_folder
 from patcher.ab.job import ABJob
 from patcher.ab.served import compare_served, with_patches
@@ -584,6 +584,26 @@ def test_requests_that_fail_are_told_with_what_the_server_said(
     assert "its output is in" in alive.value.hint
 
 
+def test_requests_that_arrive_slowly_have_the_time_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_client, "RUN_S", 0.0)
+    # 200 requests arrive in 20 s; without a limit for what comes after, the run has these
+    script = "import runpy, sys, time; time.sleep(0.6); "
+    script += "runpy.run_module('served_client_double', run_name='__main__')"
+    (tmp_path / "slow_client.py").write_text(script)
+    bench = ("slow_client", *CLIENT.bench[1:])
+    points = points_of("fixed", [1], [10])[1:]
+    serving = CLIENT.model_copy(update={"bench": bench})
+    job = replace(JOB, serving=serving, points=points, process_pairs=1)
+    assert compare_served(job, (SLOW, FAST), tmp_path, silent).processes
+    closed = replace(job, points=POINTS[:1])
+    serving = CLIENT.model_copy(update={"bench": ("asleep", *CLIENT.bench[1:])})
+    (tmp_path / "asleep.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(PatcherError, match="double took longer than 0 s"):
+        compare_served(replace(closed, serving=serving), (SLOW, FAST), tmp_path, silent)
+
+
 def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -1041,6 +1061,8 @@ def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
         ("--trace no", "unknown trace 'no'"),
         ("--trace=", "unknown trace ''"),
         ("--rate 0", "--rate 0 is no list of requests a second"),
+        ("--rate 1e-320", "--rate 1e-320 is no list of requests a second"),
+        ("--concurrency 1,99999999999999", "--concurrency 99999999999999"),
         ("--rate 2,x", "--rate 2,x is no list of requests a second"),
         ("--rate 2,2", "a point is there twice"),
         ("--with served.json", "cannot read served.json"),
