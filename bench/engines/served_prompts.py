@@ -43,9 +43,10 @@ class ServedPrompts:
         self.tokenizer = self.model
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.model)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a damaged file, transformers raises whatever it meets
+            said = next(iter(str(error).splitlines()), type(error).__name__)
             raise UsageError(
-                f"the tokenizer of {self.model} cannot be read: {str(error).splitlines()[0]}",
+                f"the tokenizer of {self.model} cannot be read: {said}",
                 "a client sends text: give a model with its tokenizer",
             ) from error
         special = set(self._tokenizer.all_special_ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from patcher.ab.served_records import (
@@ -97,15 +98,15 @@ def _verdict(
 ) -> tuple[Verdict, list[str]]:
     if wrong := _receipts_wrong(header, processes):
         return "reject", wrong
-    losing = [one for one in points if one.loses]
+    stalled = Counter(run.point for one in processes for run in one.runs if run.stalled)
+    losing = [one for one in points if one.loses and one.point not in stalled]
     if losing:
         return "reject", [f"{one.point.label} loses beyond its noise: {one.said}" for one in losing]
     void = []
     if len(processes) < 2 * LEAST_PAIRS:
         void.append("one process pair does not show what two processes differ by")
-    stalled = sum(run.stalled for one in processes for run in one.runs)
     if stalled:
-        void.append(f"{stalled} runs stalled, though they were taken again")
+        void.append(f"{stalled.total()} runs stalled, though they were taken again")
     one, other = (side.arguments for side in header.sides)
     if one != other and not flags_no_faster:
         void.append("the sides' arguments differ, and no trial shows that this alone is no faster")

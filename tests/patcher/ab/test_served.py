@@ -712,6 +712,7 @@ def judged(
         ((1, 1, 1, 1), {"noise_pct": 3}, "inconclusive", "holds the margin"),
         ((20,), {"pairs": 1}, "inconclusive", "one process pair does not show"),
         ((20, 15), {"stalled": True}, "inconclusive", "4 runs stalled"),
+        ((20, -50), {"stalled": True}, "inconclusive", "4 runs stalled"),
         ((20, 15), {"arguments": {"x": 1}, "flags_no_faster": False}, "inconclusive", "differ"),
         ((20, 15), {"arguments": {"x": 1}}, "accept", "above the margin"),
         ((20,), {"ran": {"baseline": False, "patched": False}}, "reject", "never ran"),
@@ -889,6 +890,17 @@ def test_what_was_not_asked_for_is_not_measured(change: str, said: str, tmp_path
     with pytest.raises(PatcherError, match=said):
         compare_served(job, (SLOW, FAST), tmp_path, silent)
     assert not list(tmp_path.glob("served-*/pair-*.json"))
+
+
+def test_a_damaged_tokenizer_is_told(tmp_path: Path) -> None:
+    real = WORKLOAD.model_copy(update={"model": str(tmp_path), "weights": "local"})
+    (tmp_path / "config.json").write_text(json.dumps(full_config("gpt-oss-tiny")))
+    fast = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (tmp_path / "tokenizer_config.json").write_text(fast)
+    for damaged in ("{", '{"version": "1.0"}', "[]", '{"added_tokens": [], "model": 3}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(UsageError, match=r"the tokenizer of .* cannot be read: ."):
+            ServedPrompts(real)
 
 
 def test_an_answer_has_the_length_that_is_asked_for_with_a_trained_tokenizer(
