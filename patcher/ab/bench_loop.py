@@ -30,6 +30,8 @@ def main() -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):  # as an interpreter that ends with it
+                print(end.code, file=sys.stderr)
         except Exception:
             traceback.print_exc()
             code = 1

@@ -615,6 +615,9 @@ def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Pa
     broken = CLIENT.model_copy(update={"bench": ("broken_client",)})
     with pytest.raises(PatcherError, match=r"double failed .* no trace"):
         compare_served(replace(JOB, serving=broken), (SLOW, FAST), tmp_path, silent)
+    (tmp_path / "broken_client.py").write_text("import sys; sys.exit('no tokenizer here')")
+    with pytest.raises(PatcherError, match=r"double failed \(exit code 1\): no tokenizer here"):
+        compare_served(replace(JOB, serving=broken), (SLOW, FAST), tmp_path, silent)
     (tmp_path / "idle_client.py").touch()
     idle = CLIENT.model_copy(update={"bench": ("idle_client",)})
     with pytest.raises(PatcherError, match="wrote no result"):
