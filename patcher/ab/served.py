@@ -95,6 +95,7 @@ def compare_served(
     refuse_many_points(job.points)
     header, installed = header_of(job, sides)
     folder = ServedFolder(keep / header.folder_name, header, job.process_pairs)
+    folder.declare(job.margin_pct)
     adopted = sum(map(folder.adopt, job.earlier))
     counts = f"; {adopted} earlier pairs count" if job.earlier else ""
     said = f"each process is kept in {folder.path}{counts}"

@@ -27,6 +27,10 @@ _WORDS = {
 }
 
 
+class _Margin(Record):
+    margin_pct: float
+
+
 class ServedFolder:
     """What is measured of one comparison.
 
@@ -41,6 +45,31 @@ class ServedFolder:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / "header.json").is_file():
             write_record(path / "header.json", header)
+
+    def declare(self, margin_pct: float) -> None:
+        """Hold the margin to the one that was declared before the first process was measured.
+
+        Raises:
+            UsageError: it is another one.
+            VerificationError: the file is damaged.
+        """
+        with held(self.path / "margin.lock"):
+            if not (self._margin.is_file() and any(self.path.glob("pair-*.json"))):
+                write_record(self._margin, _Margin(margin_pct=margin_pct))
+        self._require_margin(margin_pct)
+
+    @property
+    def _margin(self) -> Path:
+        return self.path / "margin.json"
+
+    def _require_margin(self, margin_pct: float) -> None:
+        hint = f"remove {self._margin}"
+        declared = read_record(self._margin, _Margin, hint).margin_pct
+        if declared != margin_pct:
+            raise UsageError(
+                f"the margin was declared before it was measured: {declared:g} %",
+                f"give --margin-pct {declared:g}, or remove {self.path} to measure again",
+            )
 
     @property
     def taken(self) -> int:
@@ -69,8 +98,8 @@ class ServedFolder:
         place of those that are not measured yet; returns their number. None is taken twice.
 
         Raises:
-            UsageError: it is of another comparison, names no machine, as older results do, or has
-                pairs that nobody measured.
+            UsageError: it is of another comparison or margin, names no machine, as older results
+                do, or has pairs that nobody measured.
         """
         known = result.header.config or self._header.config
         header = result.header.model_copy(update={"config": known})
@@ -79,6 +108,7 @@ class ServedFolder:
                 f"that result is of another comparison: another {other}",
                 "give a result of the same command, on the same kind of machine",
             )
+        self._require_margin(result.comparison.margin_pct)
         if not all(one.machine for one in result.processes):
             raise UsageError("that result does not say which machine it is of", "measure it again")
         measured = [_numbered(one, 0) for one in self._measured()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.ab.served_records import ServedHeader
+from patcher.ab.served_records import ServedHeader, ServedSide
+from patcher.bench.ab.engine_config import words
 
 NO_TIMES = "no times of single requests: TTFT, TPOT, ITL, goodput and stalls are absent"
 
@@ -18,6 +19,16 @@ def alone(header: ServedHeader) -> list[str]:
         "started for each point",
         f"{header.client} has {NO_TIMES}",
     ]
+
+
+def side_said(header: ServedHeader, side: ServedSide) -> str:
+    """A side with the arguments of its engine that its name does not say, such as of a search."""
+    spoken = side.name.split()
+    others = {
+        name: value for name, value in side.arguments.items() if words({name: value}) not in spoken
+    }
+    more = f" with {words(others)}" if others else ""
+    return f"{header.workload.engine} {side.version} {side.name}{more}"
 
 
 def seen_by(header: ServedHeader) -> str:

@@ -18,7 +18,7 @@ from patcher.ab.served_records import (
     ServedGain,
     ServedResult,
 )
-from patcher.ab.served_words import alone, seen_by, told
+from patcher.ab.served_words import alone, seen_by, side_said, told
 from patcher.bench import UsageError
 from patcher.bench.stats.comparison import Arm
 from patcher.report import wording
@@ -213,8 +213,7 @@ def _title(result: ServedResult) -> str:
 def _facts(result: ServedResult) -> list[str]:
     header = result.header
     sides = [
-        f"{role}: {header.workload.engine} {side.version} {side.name}"
-        + "".join(f", {name}" for name in side.patches)
+        f"{role}: {side_said(header, side)}" + "".join(f", {name}" for name in side.patches)
         for role, side in zip(("baseline", "patched"), header.sides, strict=True)
     ]
     traces = [f"trace {name}: {trace.summary}" for name, trace in header.traces.items()]

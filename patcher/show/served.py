@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patcher.ab.served_records import PointGain, ServedResult
-from patcher.ab.served_words import NO_TIMES, told
+from patcher.ab.served_words import NO_TIMES, side_said, told
 from patcher.visible import visible
 
 HEAD = (
@@ -34,8 +34,7 @@ def served_lines(result: ServedResult) -> list[Any]:
     for role, side in zip(("baseline", "patched"), header.sides, strict=True):
         count = len(side.patches)
         patches = f", {count} patch{'' if count == 1 else 'es'}" if count else ""
-        said = f"{role}: {header.workload.engine} {side.version} {side.name}{patches}"
-        lines.append(Text(visible(said)))
+        lines.append(Text(visible(f"{role}: {side_said(header, side)}{patches}")))
     if header.offline:
         lines.append(Text(f"{header.client} has {NO_TIMES}"))
     noise = (

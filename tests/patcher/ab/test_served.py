@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 from pydantic import JsonValue, ValidationError
 from rich.console import Console
+from rich.text import Text
 from served_sample import (
     CLIENT,
     FAST,
@@ -393,6 +394,32 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
     older = there.model_copy(update={"processes": tuple(nameless)})
     with pytest.raises(UsageError, match="which machine"):
         compare_served(replace(job, earlier=(older,)), (SLOW, FAST), here, silent)
+
+
+def test_the_margin_is_the_one_that_was_declared_before(tmp_path: Path) -> None:
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.Taking, "process", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compare_served(replace(job, margin_pct=1.0), (SLOW, FAST), tmp_path, silent)
+    found = compare_served(job, (SLOW, FAST), tmp_path, silent)
+    with pytest.raises(UsageError, match=r"declared before it was measured: 0\.5 %"):
+        compare_served(replace(job, margin_pct=0.0), (SLOW, FAST), tmp_path, silent)
+    other = replace(job, margin_pct=2.0, earlier=(found,))
+    with pytest.raises(UsageError, match="declared before it was measured: 2 %"):
+        compare_served(other, (SLOW, FAST), tmp_path / "there", silent)
+    assert compare_served(job, (SLOW, FAST), tmp_path, silent).comparison == found.comparison
+
+
+def test_arguments_that_a_side_does_not_name_are_told(tmp_path: Path) -> None:
+    stock = SideSetup("stock", {"token_ms": 4})
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    found = compare_served(job, (stock, SideSetup("token_ms=2", {"token_ms": 2})), tmp_path, silent)
+    shown = [line.plain for line in served_lines(found) if isinstance(line, Text)]
+    for lines in (shown, re.findall("<li>(.*?)</li>", served_html(found))):
+        told = [line for line in lines if line.startswith(("baseline:", "patched:"))]
+        assert told[0].endswith("stock with token_ms=4")
+        assert told[1].endswith(f"{found.header.sides[1].version} token_ms=2")
 
 
 def test_pairs_that_nobody_measured_do_not_count(tmp_path: Path) -> None:
