@@ -97,7 +97,8 @@ def compare_served(
     folder = ServedFolder(keep / header.folder_name, header, job.process_pairs)
     folder.declare(job.margin_pct)
     adopted = sum(map(folder.adopt, job.earlier))
-    counts = f"; {adopted} earlier pairs count" if job.earlier else ""
+    given = sum(len({process.pair for process in one.processes}) for one in job.earlier)
+    counts = f"; {adopted} of {given} earlier pairs count" if job.earlier else ""
     said = f"each process is kept in {folder.path}{counts}"
     progress(ABPhase.READY, said, 0, 2 * job.process_pairs)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:

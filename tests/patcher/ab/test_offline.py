@@ -182,7 +182,7 @@ def test_several_gpus_share_the_pairs_and_those_of_another_host_count(
     assert sum(said.startswith("starting the engine") for said in told) == 4
     told.clear()
     joined = compared(tmp_path / "there", one, pairs=3)
-    assert "2 earlier pairs count" in told[0]
+    assert "2 of 2 earlier pairs count" in told[0]
     assert joined.processes[:4] == one.processes
     assert sum(said.startswith("starting the engine") for said in told) == 2
 
