@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from patcher.bench.ops.codes import as_bytes
 from patcher.bench.ops.dtypes import DTYPES
+from patcher.bench.ops.strides import contiguous
 from patcher.bench.records import Record
 
 RED_ZONE = 256
@@ -98,14 +99,6 @@ class Wanted(Record):
     """Elements by which the first one is misaligned."""
     travel: Travel = "bytes"
     constant: bool = False
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return tuple(strides)
 
 
 def layout(tensors: Sequence[Wanted]) -> Layout:

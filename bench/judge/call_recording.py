@@ -16,18 +16,18 @@ import contextlib
 import hashlib
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationError
 
 from patcher.bench.errors import UsageError
-from patcher.bench.judge.blob import contiguous
 from patcher.bench.ops.codes import as_bytes
 from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.ops.dtypes import DTYPES
+from patcher.bench.ops.strides import contiguous, strides_that_matter
 from patcher.bench.records import SCHEMA_VERSION, Record, problem, write_atomically
 
 if TYPE_CHECKING:
@@ -289,10 +289,3 @@ def _require_apart(tensor: RecordedTensor) -> None:
         if stride < extent and 0 not in tensor.shape:
             raise ValueError(f"elements of {tensor.name} share a place")
         extent += (size - 1) * stride
-
-
-def strides_that_matter(shape: Sequence[int], strides: Sequence[int]) -> tuple[Any, ...]:
-    """Strides without those of axes with fewer than two entries, which mean nothing."""
-    if 0 in shape:
-        return ()
-    return tuple(s if n > 1 else None for n, s in zip(shape, strides, strict=True))

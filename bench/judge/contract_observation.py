@@ -15,7 +15,6 @@ from patcher.bench.judge.call_recording import (
     RecordedTensor,
     op_of,
     read_recording,
-    strides_that_matter,
 )
 from patcher.bench.judge.engine_cases import EngineError, engine_error
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
@@ -23,6 +22,7 @@ from patcher.bench.ops.codes import decode
 from patcher.bench.ops.contract import Contract, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op, load_op
+from patcher.bench.ops.strides import strides_that_matter
 from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.workload import pick_device
 

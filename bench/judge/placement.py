@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from patcher.bench.judge.blob import contiguous
 from patcher.bench.ops.contract import TensorSpec
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op
+from patcher.bench.ops.strides import contiguous
 
 PADDING, SHIFT = 8, 1
 """Elements of padding between rows, at least, or of misalignment, if the contract allows them."""

@@ -1,4 +1,5 @@
-"""Commands of the core, in a process that can import nothing else."""
+"""Commands of the core, and what a served engine loads, in a process that can import nothing
+else."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ class Blocker:
         if top in ours and top != "patcher" and not core & set(map(canonical, ours[top])):
             raise ModuleNotFoundError(f"No module named {{top!r}}", name=top)
 sys.meta_path.insert(0, Blocker())
-from patcher.cli import main
-main()
+"""
+COMMAND = "from patcher.cli import main\nmain()\n"
+SERVED = """
+import patcher.integrate.activation, patcher.integrate.vllm.plugin
+import patcher.integrate.sglang.plugin
+print("loaded")
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, program: str = COMMAND) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", BLOCKED, *arguments],
+        [sys.executable, "-P", "-c", BLOCKED + program, *arguments],
         cwd=folder,
         env=bare_variables(folder / "home", COLUMNS="300"),
         capture_output=True,
@@ -63,3 +68,8 @@ def test_the_doctor_runs(tmp_path: Path) -> None:
     found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     assert found["clocks"]["detail"] == "pynvml is not installed"
     assert found["extra profile"]["status"] == "ok", "it is installed, though it is blocked here"
+
+
+def test_what_a_served_engine_loads(tmp_path: Path) -> None:
+    done = run(tmp_path, program=SERVED)
+    assert done.stdout == "loaded\n", done.stderr
