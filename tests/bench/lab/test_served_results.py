@@ -93,6 +93,33 @@ def test_speculation_with_real_weights_is_as_the_page_says() -> None:
     assert f"{ngram.tokens_per_s / stock.tokens_per_s:.2f} times" in PAGE
 
 
+def test_patches_under_speculation_are_as_the_page_says() -> None:
+    kept = json.loads(content(FOLDERS["h200"] / "served-ngram.json.xz"))
+    for gpu, said in enumerate(kept["results"]):
+        result = ServedResult.model_validate(said)
+        assert result.comparison.verdict == "inconclusive"
+        assert f"{result.comparison.gain_pct:.2f}" in PAGE
+        stock, patched = (one.runs[0] for one in result.processes)
+        itl = " to ".join(
+            f"{run.itl_ms['p50']:.2f}, {run.itl_ms['p99']:.1f}" for run in (stock, patched)
+        )
+        assert (
+            f"| GPU {gpu} | {stock.output_tokens_per_s:,.1f} | {patched.output_tokens_per_s:,.1f} "
+            f"| {itl} | {stock.ttft_ms['p50']:.0f} to {patched.ttft_ms['p50']:.0f} |"
+        ) in PAGE
+        receipts = {one.point: one for one in result.processes[1].receipts}
+        [attention] = receipts["vllm:decode_attention"].fallbacks.values()
+        assert f"{attention:,}" in PAGE
+        assert not receipts["vllm:decode_attention"].calls
+        linear = receipts["vllm:linear"]
+        assert linear.fallbacks.keys() == {"tokens above 16"}
+        left = linear.fallbacks["tokens above 16"]
+        assert f"{left:,} of {left + sum(linear.calls.values()):,}" in PAGE
+        for point in ("vllm:add_norm", "vllm:rope_kv"):
+            assert receipts[point].calls
+            assert not receipts[point].fallbacks
+
+
 def test_the_blocks_step_by_its_ledger_is_as_the_page_says() -> None:
     kept = json.loads(content(FOLDERS["h200"] / "ledger-blocks.json.xz"))["ledger"]
     roles = {one["role"]: one for one in kept["roles"]}
