@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from patcher.bench import Candidate, Language, Record, UsageError
+from patcher.bench.lab.kernelbench_narrow import ProblemRow, problem_row
 from patcher.bench.lab.kernelbench_shares import (
     GainShares,
     ShareSummary,
@@ -57,6 +58,10 @@ class ColumnFigures(Record):
     mean: Estimated | None
     applied: Estimated | None
     """Geometric mean over all: the baseline stays where nothing is right and faster."""
+    narrower: int
+    """Runs whose best candidate computes in a narrower type than the column's."""
+    in_column: Estimated | None
+    """`geomean` of the best candidates that do not."""
     fast: dict[str, tuple[Estimated, ...]]
     """By iteration: shares of runs with something right until then that is faster than so many
     times."""
@@ -98,7 +103,7 @@ class KernelBenchTable(Record):
     answered_by: str
     """The model, where runs do not know it: prompts and replies were files."""
     columns: tuple[ColumnFigures, ...]
-    rows: tuple[LoopRow, ...]
+    rows: tuple[ProblemRow, ...]
     shares: tuple[GainShares, ...]
     share_summaries: tuple[ShareSummary, ...]
     checked: tuple[CheckedCandidate, ...]
@@ -106,9 +111,9 @@ class KernelBenchTable(Record):
     """Runs of other ops, or without a candidate."""
 
 
-def gather(folder: Path) -> tuple[list[tuple[Run, LoopRow]], list[str]]:
+def gather(folder: Path) -> tuple[list[tuple[Run, ProblemRow]], list[str]]:
     """Runs of imported problems with their rows, and the names of others."""
-    found, others = list[tuple[Run, LoopRow]](), list[str]()
+    found, others = list[tuple[Run, ProblemRow]](), list[str]()
     for run in runs_below(folder):
         row = loop_row(run)
         try:
@@ -117,7 +122,7 @@ def gather(folder: Path) -> tuple[list[tuple[Run, LoopRow]], list[str]]:
             others.append(run.id)
             continue
         assert row is not None
-        found.append((run, row))
+        found.append((run, problem_row(run, row)))
     return found, others
 
 
@@ -136,10 +141,11 @@ def timed_sizes(row: LoopRow) -> str:
     return f"{', '.join(map(str, sorted(shares, reverse=True)))} of the {whose}"
 
 
-def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> ColumnFigures:
+def column(precision: str, rows: Sequence[ProblemRow], so_far: bool = False) -> ColumnFigures:
     """The figures of one precision; `so_far` counts partial runs as they stand."""
     ended = [row for row in rows if so_far or row.ended is not None]
     speedups = [row.speedup for row in ended if row.speedup is not None]
+    kept = [row.in_column for row in ended if row.in_column is not None]
     count, longest = len(ended), max((row.iterations for row in ended), default=0)
 
     def until(iteration: int) -> Estimated:
@@ -164,6 +170,8 @@ def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> Col
         median=median_of(speedups) if speedups else None,
         mean=mean_of(speedups) if speedups else None,
         applied=bootstrap_geomean([row.gain for row in ended]) if ended else None,
+        narrower=sum(row.narrower for row in ended),
+        in_column=bootstrap_geomean(kept) if kept else None,
         fast={f"{bound:g}": tuple(faster(bound, each) for each in iterations) for bound in FAST},
         judged=sum(row.judged for row in ended),
         refused=sum(row.refused for row in ended),
@@ -183,7 +191,10 @@ def column(precision: str, rows: Sequence[LoopRow], so_far: bool = False) -> Col
 
 
 def check_all(
-    found: Iterable[tuple[Run, LoopRow]], problems: Path, kept: Path, checkout: Path | None = None
+    found: Iterable[tuple[Run, ProblemRow]],
+    problems: Path,
+    kept: Path,
+    checkout: Path | None = None,
 ) -> list[CheckedCandidate]:
     """Run KernelBench's check on every candidate that the judge ran; `kept` has earlier answers.
     With its checkout, answers of another check, or of none, are asked for again."""

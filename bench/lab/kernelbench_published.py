@@ -101,7 +101,8 @@ def ours(column: ColumnFigures, answered_by: str = "") -> PublishedFigures:
         model=answered_by or ", ".join(column.models),
         iterations=f"at most {len(column.right_by)}",
         against="the faster of eager and torch.compile (max-autotune)",
-        arithmetic=ARITHMETIC.get(column.precision, column.precision),
+        arithmetic=ARITHMETIC.get(column.precision, column.precision)
+        + (f"; kernels in a narrower type in {column.narrower}" if column.narrower else ""),
         sizes=_sizes(column.sizes),
         right_when="seeded cases at hidden sizes and in regimes, within the error that the "
         "arithmetic allows against float64",

@@ -37,7 +37,9 @@ TITLE = "# KernelBench through the loop"
 SO_FAR = "**Loops that go on count as they stand: this is no result.**"
 NOTE = (
     "Means, medians and shares with 95 % intervals: of geometric means the bootstrap's over "
-    "problems, of shares Wilson's. The judge refuses what it ran and found wrong."
+    "problems, of shares Wilson's. The judge refuses what it ran and found wrong. A candidate is "
+    "held to the error of its column's arithmetic; some keep it in a narrower type, such as "
+    "float16 for TF32."
 )
 PER_KERNEL = (
     ("tokens a kernel, at most", "tokens"),
@@ -63,6 +65,8 @@ def markdown(table: KernelBenchTable) -> str:
     ]
     lines += [NOTE, "", _line("", *names), _rule(names)]
     lines.append(_line("runs (partial)", *(f"{c.runs} ({c.partial})" for c in table.columns)))
+    narrower = (str(c.narrower) for c in table.columns)
+    lines.append(_line("whose best computes in a narrower type", *narrower))
     judged = (f"{c.refused} of {c.judged}" for c in table.columns)
     lines.append(_line("candidates refused", *judged))
     lines += _by_iteration("right by iteration", [c.right_by for c in table.columns])
@@ -74,13 +78,14 @@ def markdown(table: KernelBenchTable) -> str:
         ("median", "median"),
         ("mean", "mean"),
         ("over all, 1 where none is faster", "applied"),
+        ("geomean without narrower types", "in_column"),
     ):
         lines.append(_line(what, *(_shown(getattr(c, name)) for c in table.columns)))
     for what, name in PER_KERNEL:
         lines.append(_line(what, *(_shown(getattr(c, name)) for c in table.columns)))
     head = (
-        *("op", "faster baseline", "us", "kernel us", "speedup", "right at", "refused"),
-        *("tokens in, out", "GPU s", "outcomes", "ended"),
+        *("op", "faster baseline", "us", "kernel us", "speedup", "without narrower types"),
+        *("right at", "refused", "tokens in, out", "GPU s", "outcomes", "ended"),
     )
     lines += ["", _line(*head), _rule(head[1:])]
     for row in table.rows:
@@ -93,6 +98,7 @@ def markdown(table: KernelBenchTable) -> str:
                 _shown(row.baseline_us),
                 _shown(row.candidate_us),
                 _shown(known),
+                _shown(row.in_column) if row.narrower else "",
                 _shown(row.first_right),
                 str(row.refused),
                 _counts(row),

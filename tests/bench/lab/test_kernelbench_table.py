@@ -32,6 +32,7 @@ from patcher.bench.lab.gpu_queue import read_plan
 from patcher.bench.lab.kernelbench_columns import main as columns_main
 from patcher.bench.lab.kernelbench_columns import write
 from patcher.bench.lab.kernelbench_figures import column, timed_sizes
+from patcher.bench.lab.kernelbench_narrow import ProblemRow, names_narrower
 from patcher.bench.lab.kernelbench_published import ours
 from patcher.bench.lab.kernelbench_shares import (
     ColumnTimes,
@@ -41,7 +42,7 @@ from patcher.bench.lab.kernelbench_shares import (
     times_of,
 )
 from patcher.bench.lab.kernelbench_table import SO_FAR, main
-from patcher.bench.lab.loop_runs import LoopRow, bootstrap_geomean, median_of
+from patcher.bench.lab.loop_runs import bootstrap_geomean, median_of
 from patcher.bench.lab.own_check import own_check, package_of
 from patcher.kernel_search import stage
 from patcher.plan import RunPlan
@@ -131,7 +132,11 @@ class FixedJudge:
             return verdict(candidate, Outcome.MISMATCH)
         if "# stop" in candidate.source:
             raise BudgetError("no time left")
-        said = verdict(candidate, 2.0)
+        said = verdict(candidate, 3.0 if "float16" in candidate.source else 2.0)
+        at = {"axes": {"x_0": 64}}
+        said = said.model_copy(
+            update={"timings": tuple(each.model_copy(update=at) for each in said.timings)}
+        )
         times = {"eager": BaselineTime(time_us=10), "torch.compile": BaselineTime(time_us=12)}
         if candidate.op == OP:
             return said.model_copy(update={"baselines": times})
@@ -228,6 +233,47 @@ def test_one_command_makes_the_table_and_its_figures(
 
     monkeypatch.setattr(kernelbench_figures, "own_check", never)
     assert main(words) == 0
+
+
+def test_a_narrower_type_is_told_and_counted_apart(
+    places: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(stage, "open_judges", judges)
+    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
+    narrow = source(OP, RIGHT).replace("import torch", "import torch\nhalf = torch.float16")
+    loop(tmp_path, OP, [source(OP, RIGHT), narrow])
+    out = tmp_path / "table"
+    assert main([str(tmp_path / "runs"), "--out", str(out), "--so-far"]) == 0
+    table = json.loads((out / "table.json").read_text())
+    [row] = table["rows"]
+    assert row["narrower"]
+    assert (row["speedup"], row["in_column"]) == pytest.approx((3.0, 2.0))
+    [figures] = table["columns"]
+    assert (figures["narrower"], figures["in_column"]["value"]) == (1, pytest.approx(2.0))
+    shown = capsys.readouterr().out
+    assert "| geomean without narrower types | 2 |" in shown
+    assert "TF32 off, both sides; kernels in a narrower type in 1 |" in shown
+
+
+@pytest.mark.parametrize(
+    ("op", "language", "text", "narrow"),
+    [
+        (f"{OP}_tf32", Language.TRITON, "x = tl.zeros((4,), tl.float16)", True),
+        (f"{OP}_tf32", Language.TRITON, "# float16 would do\nx = y.to(tl.float32)", False),
+        (f"{OP}_tf32", Language.TRITON, 'def f():\n    """no fp16"""\n    return 1', False),
+        (f"{OP}_tf32", Language.TRITON, 'x = asm("cvt.rn.f16.f32 $0, $1;")', True),
+        (f"{OP}_tf32", Language.TRITON, 'x = asm("cvt.rna.tf32.f32 $0, $1;")', False),
+        (OP, Language.CUDA, "__half x; // float", True),
+        (OP, Language.CUDA, "/* bf16 */ float x; // half of it", False),
+        (f"{OP}_bf16", Language.CUDA, "__nv_bfloat16 x;", False),
+        (f"{OP}_bf16", Language.CUDA, "__nv_fp8_e4m3 x;", True),
+    ],
+)
+def test_what_names_a_narrower_type(op: str, language: Language, text: str, narrow: bool) -> None:
+    assert names_narrower(text, op, language) is narrow
 
 
 def test_the_own_check_runs_a_build_and_only_in_the_sandbox(places: Path, tmp_path: Path) -> None:
@@ -385,7 +431,7 @@ def test_with_a_checkout_the_answer_is_that_of_its_code_at_two_tolerances(
         assert accepted is (said.why == "")
 
 
-def row(op: str, speedup: float | None, at: int | None, **more: object) -> LoopRow:
+def row(op: str, speedup: float | None, at: int | None, **more: object) -> ProblemRow:
     known = {
         "run": op,
         "op": op,
@@ -409,7 +455,8 @@ def row(op: str, speedup: float | None, at: int | None, **more: object) -> LoopR
         "gpu_s": 1,
         "best_by": [None] * ((at or 4) - 1) + [speedup] * (4 - (at or 4)),
     }
-    return LoopRow.model_validate({**known, **more})
+    known |= {"narrower": False, "in_column": speedup}
+    return ProblemRow.model_validate({**known, **more})
 
 
 def test_figures_of_a_column() -> None:
