@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from patcher.bench import UsageError, VerificationError
+from patcher.bench import Language, UsageError, VerificationError
+from patcher.bench.lab.kernelbench_narrow import names_narrower
 from patcher.bench.lab.sittings import keeping, sit, travel
 from patcher.bench.lab.sittings.__main__ import app
 from patcher.bench.lab.sittings.frozen import COMMITS
 from patcher.bench.lab.sittings.loops import LoopFolder, read_problems, reply_to
 from patcher.runs.run import Run
+from patcher.status import attempts
 
 ROOT = Path(__file__).parents[3]
 OP = "scaled_add"
@@ -370,15 +373,16 @@ def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("kernelbench", 15), ("blocks", 5)])
-def test_unfinished_loops_are_as_their_page_says(name: str, count: int, tmp_path: Path) -> None:
-    """Each has its first reply and nothing that was judged, so there is no figure of it."""
+def test_unfinished_loops_are_as_their_page_says(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its replies; what was judged of them is on the page."""
     kept = ROOT / "bench/results/loop"
     page = (kept / "README.md").read_text(encoding="utf-8")
     travel.extract(kept / f"{name}.unfinished.tar.xz", tmp_path)
     loops = LoopFolder(tmp_path)
     assert len(loops.names()) == len(list(tmp_path.glob("prompts/*/001-*.reply.md"))) == count
     assert not loops.open_prompts()
-    assert not list(tmp_path.glob("exchange/*/*"))
     found = [
         json.loads((loops.run_of(each).path / "run.json").read_text(encoding="utf-8"))["settings"]
         for each in loops.names()
@@ -393,9 +397,23 @@ def test_unfinished_loops_are_as_their_page_says(name: str, count: int, tmp_path
     assert f"`{options}`" in page
     assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
     ops = [one["plan"]["op"] for one in found]
-    if name == "kernelbench":
-        assert all(op.endswith("_tf32") for op in ops)
-        problems = sorted(int(op.split("_")[1]) for op in ops)
-        assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in page
-    else:
+    if name == "blocks":
         assert all(f"`{op}`" in page.partition("`blocks.unfinished.tar.xz`")[2] for op in ops)
+        assert not list(tmp_path.glob("exchange/*/*"))
+        return
+    assert all(op.endswith("_tf32") for op in ops)
+    problems = sorted(int(op.split("_")[1]) for op in ops)
+    assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in page
+    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "imported"))
+    for op, each in zip(ops, loops.names(), strict=True):
+        run = loops.run_of(each)
+        rounds = []
+        for one in attempts(run):
+            if one.file is not None and one.geomean_speedup is not None:
+                source = (run.path / one.file).read_text(encoding="utf-8")
+                narrow = " (float16)" if names_narrower(source, op, Language.TRITON) else ""
+                rounds.append(f"{one.geomean_speedup:.2f}{narrow}")
+        said = re.search(rf"^\| {op.split('_')[1]} \| ([^|]*) \|", page, re.MULTILINE)
+        assert said is not None
+        told = said[1].replace("**", "").partition(":")[0]
+        assert told == "; ".join(rounds)
