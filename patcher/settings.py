@@ -54,7 +54,7 @@ class Settings(Record):
     """Optimization rounds in a row without a gain after which it does."""
     prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
     """Room of a prompt, estimated; what is optional is cut to fit."""
-    memory: str = Field("on", min_length=1)
+    memory: str = Field("off", min_length=1)
     """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
     tripwires: TripwireSettings = TripwireSettings()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""

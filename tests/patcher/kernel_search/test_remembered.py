@@ -319,6 +319,9 @@ def command(
 def test_memory_commands(
     command: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    code, said = command("memory", "path", "--json")
+    assert (code, "memory is off (default)" in said) == (2, True)
+    monkeypatch.setenv("PATCHER_MEMORY", "on")
     code, folder = command("memory", "path")
     assert (code, folder.strip()) == (0, str(tmp_path / "home/memory"))
     assert "memory is empty" in command("memory")[1]
