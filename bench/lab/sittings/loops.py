@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,12 +150,16 @@ class LoopFolder:
     def step(self, only: Sequence[str] = ()) -> list[str]:
         """Resume every loop that has not ended: it takes in replies and verdicts, and writes jobs
         and the next prompts. Returns what went wrong."""
+        freeze(self.root, self.say)
+        going = [
+            (name, run.id)
+            for name, run in ((name, self.run_of(name)) for name in self.names(only))
+            if status(run).state != "finished"
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            codes = pool.map(lambda one: self._patcher(one[0], "resume", one[1]), going)
         failed = []
-        for name in self.names(only):
-            run = self.run_of(name)
-            if status(run).state == "finished":
-                continue
-            code = self._patcher(name, "resume", run.id)
+        for (name, _), code in zip(going, codes, strict=True):
             over = code in (0, 1) and status(self.run_of(name)).state == "finished"
             if code != WaitingError.exit_code and not over:
                 failed.append(self._told(name, code))
