@@ -36,7 +36,12 @@ class PrecisionColumn:
 PRECISIONS = {
     "fp32": PrecisionColumn("", "float32", False, 8, "float32 as given, with TF32 off"),
     "tf32": PrecisionColumn(
-        "_tf32", "float32", True, 8, "float32 with TF32 allowed in matrix products"
+        "_tf32",
+        "float32",
+        True,
+        8,
+        "float32 with TF32 allowed in matrix products; a narrower type, such as float16, is "
+        "another column, whatever its error",
     ),
     "bf16": PrecisionColumn(
         "_bf16",
