@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from patcher.bench.judge.placement import contiguous
 from patcher.bench.ops.codes import as_bytes
 from patcher.bench.ops.dtypes import DTYPES
-from patcher.bench.ops.strides import contiguous
 from patcher.bench.records import Record
 
 RED_ZONE = 256

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, ValidationError
 
 from patcher.bench.errors import UsageError
+from patcher.bench.judge.placement import contiguous, strides_that_matter
 from patcher.bench.ops.codes import as_bytes
 from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.ops.dtypes import DTYPES
-from patcher.bench.ops.strides import contiguous, strides_that_matter
 from patcher.bench.records import SCHEMA_VERSION, Record, problem, write_atomically
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ from patcher.bench.judge.call_recording import (
     read_recording,
 )
 from patcher.bench.judge.engine_cases import EngineError, engine_error
-from patcher.bench.judge.placement import SHIFT, placements, strides_of
+from patcher.bench.judge.placement import SHIFT, placements, strides_of, strides_that_matter
 from patcher.bench.ops.codes import decode
 from patcher.bench.ops.contract import Contract, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op, load_op
-from patcher.bench.ops.strides import strides_that_matter
 from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.workload import pick_device
 

@@ -7,11 +7,12 @@ scales, keeps keys and values of a block or of a head side by side, or heads bef
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from patcher.bench.ops.contract import TensorSpec
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.strides import contiguous
 
 PADDING, SHIFT = 8, 1
 """Elements of padding between rows, at least, or of misalignment, if the contract allows them."""
@@ -86,3 +87,18 @@ def _in_memory(
         extent = extent * shape[axis] + gaps.get(axis, 0)
         extent += -extent % unit
     return tuple(strides)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+def strides_that_matter(shape: Sequence[int], strides: Sequence[int]) -> tuple[Any, ...]:
+    """Strides without those of axes with fewer than two entries, which mean nothing."""
+    if 0 in shape:
+        return ()
+    return tuple(s if n > 1 else None for n, s in zip(shape, strides, strict=True))
