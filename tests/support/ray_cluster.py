@@ -26,7 +26,9 @@ def ray_cluster() -> Iterator[Any]:
 
 
 def _start(ray: Any) -> None:
-    for left in (2, 1, 0):  # a busy machine may not start a node in the 30 s that ray gives it
+    # a busy machine may not start a node in the 30 s that ray gives it, and of two clusters that
+    # start at a time one may take the port that ray chose for the other
+    for left in (2, 1, 0):
         try:
             ray.init(
                 address="local",
@@ -38,5 +40,6 @@ def _start(ray: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            if not left or "timed out during startup" not in str(error):
+            told = str(error)
+            if not left or not ("timed out during startup" in told or "start GCS" in told):
                 raise
