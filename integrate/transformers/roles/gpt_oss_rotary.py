@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from patcher.integrate.transformers.copied_forward import forward_with_function,
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.roles.rotation_table import SharedTable
 from patcher.integrate.transformers.swap import Forward
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -34,11 +34,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
-        self._table: tuple[Any, torch.Tensor] | None = None
-        """(cosines, table): the layers of one forward of the body share the table. A layer that is
-        called alone may be given the same cosines again, with other values in them."""
-        self._inside: set[int] = set()
-        """Threads in a forward of the body."""
+        self._table = SharedTable()
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -66,19 +62,11 @@ class GptOssRotaryEmbedding(GptOssPoint):
         _rotate(*args)
 
     def remove(self) -> None:
-        self._table = None
+        self._table.kept = None
         super().remove()
 
     def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **more)
-        thread = get_ident()
-        self._inside.add(thread)
-        try:
-            return original(*args, **more)
-        finally:
-            self._inside.discard(thread)
-            self._table = None
+        return self._table.run(original, *args, **more)
 
     def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
         return forward_with_function(
@@ -110,7 +98,11 @@ class GptOssRotaryEmbedding(GptOssPoint):
                 if onlookers.keeps:
                     query, key = query.clone(), key.clone()
                     q, k = query.transpose(1, 2), key.transpose(1, 2)
-                table = self._joined(cos, sin, query)
+                table = self._table.of(
+                    cos,
+                    (query[..., 0, 0].numel(), query.shape[-1]),
+                    partial(_joined, cos, sin, len(query)),
+                )
                 if seam(query.flatten(0, 1), key.flatten(0, 1), table):
                     return q, k
             else:
@@ -120,17 +112,10 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
         return rotate
 
-    def _joined(self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """The table [batch * tokens, head_dim]: cosines, then sines, of each token."""
-        # compiled code deduplicates equal work itself
-        shared = not torch.compiler.is_compiling() and get_ident() in self._inside
-        table = self._table if shared else None
-        if table is not None and table[0] is cos and len(table[1]) == query[..., 0, 0].numel():
-            return table[1]
-        joined = torch.cat((cos, sin), -1).expand(len(query), -1, -1).flatten(0, 1).contiguous()
-        if shared:
-            self._table = cos, joined
-        return joined
+
+def _joined(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> torch.Tensor:
+    """The table [batch * tokens, head_dim]: cosines, then sines, of each token."""
+    return torch.cat((cos, sin), -1).expand(batch, -1, -1).flatten(0, 1).contiguous()
 
 
 def _rotate(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +32,7 @@ from patcher.integrate.transformers.roles.rotation_probe import (
     turn_of,
     whole,
 )
+from patcher.integrate.transformers.roles.rotation_table import SharedTable
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
 
@@ -47,11 +47,7 @@ class Rotations(ProbedPoint):
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._turns: dict[torch.nn.Module, HeadRotation | str] = {}
-        self._table: tuple[Any, torch.Tensor] | None = None
-        """(cosines, table): the layers of one forward of the model share the table. A layer that is
-        called alone may be given the same cosines again, with other values in them."""
-        self._inside: set[int] = set()
-        """Threads in a forward of the model."""
+        self._table = SharedTable()
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -84,7 +80,7 @@ class Rotations(ProbedPoint):
         return {}
 
     def remove(self) -> None:
-        self._table = None
+        self._table.kept = None
         super().remove()
 
     def _turn_of(self, attention: Any) -> HeadRotation | str:
@@ -100,20 +96,10 @@ class Rotations(ProbedPoint):
         swaps = super()._swaps_for(kernel)
         if "forward" in self.target.__dict__:  # torch.compile's or accelerate's, which hides ours
             return swaps
-        model = ModuleSwap(self.target, lambda original: partial(self._run, original), self, _seen)
+        model = ModuleSwap(
+            self.target, lambda original: partial(self._table.run, original), self, _seen
+        )
         return [*swaps, model]
-
-    def _run(self, original: Forward, *args: Any, **more: Any) -> Any:
-        """The model's own forward, whose layers share a table."""
-        if torch.compiler.is_compiling():
-            return original(*args, **more)
-        thread = get_ident()
-        self._inside.add(thread)
-        try:
-            return original(*args, **more)
-        finally:
-            self._inside.discard(thread)
-            self._table = None
 
     def new_forward(self, part: Any, seam: ForwardPatch, original: Forward) -> Forward:
         """See `ProbedPoint`."""
@@ -138,7 +124,11 @@ class Rotations(ProbedPoint):
             refusal = why_not_now(q) or onlookers.refusal() or turn.unlike(q, k, cos)
             if refusal is None and axis_of(further, rest, named) in (None, turn.axis):
                 query, key = (rows(each, turn, copied=onlookers.keeps) for each in (q, k))
-                table = self._joined(turn, cos, sin, query)
+                table = self._table.of(
+                    cos,
+                    (query.shape[0] * query.shape[1], turn.size),
+                    partial(joined, turn, cos, sin, len(query)),
+                )
                 if seam(query.flatten(0, 1), key.flatten(0, 1), table):
                     return whole(query, q, turn), whole(key, k, turn)
             else:
@@ -146,19 +136,6 @@ class Rotations(ProbedPoint):
             return original(q, k, cos, sin, *rest, **named)
 
         return rotation
-
-    def _joined(
-        self, turn: HeadRotation, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
-    ) -> torch.Tensor:
-        # compiled code deduplicates equal work itself
-        shared = not torch.compiler.is_compiling() and get_ident() in self._inside
-        kept, tokens = self._table if shared else None, query.shape[0] * query.shape[1]
-        if kept is not None and kept[0] is cos and kept[1].shape == (tokens, turn.size):
-            return kept[1]
-        table = joined(turn, cos, sin, len(query))
-        if shared:
-            self._table = cos, table
-        return table
 
 
 def rotaries_of(model: Any) -> list[torch.nn.Module]:

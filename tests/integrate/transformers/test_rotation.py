@@ -136,7 +136,7 @@ def test_layers_of_one_forward_share_a_table_and_of_the_next_do_not() -> None:
     attention, hidden = attention_of(model), torch.randn(1, 8, 64)
     with inside(point, original_kernel("rotation")):
         model(TOKENS)
-        assert point._table is None
+        assert point._table.kept is None
         first = attention(hidden, position_embeddings=angles, attention_mask=None)[0]
         for each in angles:
             each.mul_(0.5)
