@@ -7,24 +7,18 @@ gain is not the column's. It is told by what its source names, without comments 
 
 from __future__ import annotations
 
-import ast
 import re
 
 from patcher.bench import Language
+from patcher.bench.judge.stripping import views
 from patcher.bench.lab.kernelbench_shares import precision_of
 from patcher.bench.lab.loop_runs import LoopRow
+from patcher.integrate.kernelbench.contract import PRECISIONS
 from patcher.runs.run import Run
 from patcher.status import attempts
 
-_EIGHT_BITS = r"float8|fp8|e4m3|e5m2"
-_SIXTEEN_BITS = r"b?float16|b?fp16|\bbf16|_bf16|\bhalf\b|__half|__nv_bfloat16|\.b?f16"
-_NARROWER = {
-    precision: re.compile(
-        _EIGHT_BITS if precision in ("bf16", "fp16") else f"{_EIGHT_BITS}|{_SIXTEEN_BITS}"
-    )
-    for precision in ("fp32", "tf32", "bf16", "fp16")
-}
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_UNDER_16_BITS = r"float8|fp8|e4m3|e5m2"
+_UNDER_32_BITS = rf"{_UNDER_16_BITS}|float16|fp16|\bbf16|_bf16|\bhalf\b|__half|\.b?f16"
 
 
 class ProblemRow(LoopRow):
@@ -38,43 +32,23 @@ class ProblemRow(LoopRow):
 
 def problem_row(run: Run, row: LoopRow) -> ProblemRow:
     """The row, with what its candidates compute in."""
-    right = {
-        one.geomean_speedup: names_narrower(
-            (run.path / one.file).read_bytes().decode(), row.op, Language(row.language)
-        )
+    right = [
+        (one.geomean_speedup, (run.path / one.file).read_bytes().decode())
         for one in attempts(run)
         if one.file is not None and one.geomean_speedup is not None
-    }
+    ]
+    language = Language(row.language)
+    kept = [speedup for speedup, text in right if not names_narrower(text, row.op, language)]
+    best = max((speedup for speedup, _ in right), default=None)
     return ProblemRow(
         **dict(row),
-        narrower=bool(right) and right[max(right)],
-        in_column=max((speedup for speedup, narrow in right.items() if not narrow), default=None),
+        narrower=best is not None and best not in kept,
+        in_column=max(kept, default=None),
     )
 
 
 def names_narrower(source: str, op: str, language: Language) -> bool:
     """Whether a source names a type that is narrower than its column's arithmetic."""
-    code = _python_code(source) if language.in_python else _COMMENT.sub(" ", source)
-    return _NARROWER[precision_of(op)[1]].search(code) is not None
-
-
-def _python_code(source: str) -> str:
-    """Without comments and strings that stand alone; inline assembly stays."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return source
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            kept = [one for one in body if not _is_text(one)]
-            body[:] = kept or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _is_text(statement: ast.AST) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    column = PRECISIONS[precision_of(op)[1]]
+    names = _UNDER_32_BITS if column.number == "float32" else _UNDER_16_BITS
+    return re.search(names, views(source, language).text) is not None

@@ -147,6 +147,17 @@ class FixedJudge:
         return said.model_copy(update={"timings": tuple(half)})
 
 
+@contextmanager
+def judges(*_: object, **__: object) -> Iterator[FixedJudge]:
+    yield FixedJudge()
+
+
+@pytest.fixture
+def fixed_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "open_judges", judges)
+    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
+
+
 def source(op: str, form: dict[str, str]) -> str:
     return NORM.format(op=op, **form)
 
@@ -178,13 +189,12 @@ def loop(folder: Path, op: str, sources: list[str], language: Language = Languag
             assert "# stop" in sources[-1]
 
 
+@pytest.mark.usefixtures("fixed_judge")
 def test_one_command_makes_the_table_and_its_figures(
     places: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(stage, "open_judges", judges)
-    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
     bf16 = f"{OP}_bf16"
     loop(places, OP, [source(OP, WRONG), source(OP, WORSE), source(OP, RIGHT)])
     loop(places, bf16, [source(bf16, RIGHT)])
@@ -235,14 +245,12 @@ def test_one_command_makes_the_table_and_its_figures(
     assert main(words) == 0
 
 
+@pytest.mark.usefixtures("fixed_judge")
 def test_a_narrower_type_is_told_and_counted_apart(
     places: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(stage, "open_judges", judges)
-    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
     narrow = source(OP, RIGHT).replace("import torch", "import torch\nhalf = torch.float16")
     loop(tmp_path, OP, [source(OP, RIGHT), narrow])
     out = tmp_path / "table"
@@ -327,19 +335,12 @@ def eval_kernel_against_ref(
 """
 
 
-@contextmanager
-def judges(*_: object, **__: object) -> Iterator[FixedJudge]:
-    yield FixedJudge()
-
-
+@pytest.mark.usefixtures("fixed_judge")
 def test_kernels_of_one_column_are_written_for_the_others(
     places: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(stage, "open_judges", judges)
-    monkeypatch.setattr(stage, "require_same_device", lambda _, found: found)
     with pytest.raises(UsageError, match="no runs"):
         write(tmp_path / "nothing", tmp_path / "out")
     tf32 = f"{OP}_tf32"
