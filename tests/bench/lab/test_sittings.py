@@ -12,11 +12,12 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from patcher.bench import Language, UsageError, VerificationError
+from patcher.bench import Evaluation, Language, UsageError, VerificationError
 from patcher.bench.lab.kernelbench_narrow import names_narrower
 from patcher.bench.lab.sittings import keeping, sit, travel
 from patcher.bench.lab.sittings.__main__ import app
@@ -372,48 +373,73 @@ def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
     assert (tmp_path / "new/imported/op/again.toml").read_text() == "x"
 
 
-@pytest.mark.parametrize(("name", "count"), [("kernelbench", 15), ("blocks", 5)])
+KEPT = ROOT / "bench/results/loop"
+PAGE = (KEPT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "strategy"), [("kernelbench", 15, ""), ("blocks", 5, " --strategy refine")]
+)
 def test_unfinished_loops_are_as_their_page_says(
-    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, strategy: str, tmp_path: Path
 ) -> None:
-    """Each has its replies; what was judged of them is on the page."""
-    kept = ROOT / "bench/results/loop"
-    page = (kept / "README.md").read_text(encoding="utf-8")
-    travel.extract(kept / f"{name}.unfinished.tar.xz", tmp_path)
-    loops = LoopFolder(tmp_path)
+    """Each has the replies that were asked of it."""
+    loops = kept_loops(name, tmp_path)
     assert len(loops.names()) == len(list(tmp_path.glob("prompts/*/001-*.reply.md"))) == count
     assert not loops.open_prompts()
-    found = [
+    found = settings_of(loops)
+    [options] = {
+        f"--language {one['plan']['language']}{strategy} --iterations {one['iterations']}"
+        for one in found
+    }
+    assert f"`{options}`" in PAGE
+    assert {one["plan"]["search"]["strategy"] for one in found} == {"refine"}
+    assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
+
+
+def test_nothing_of_the_blocks_was_judged(tmp_path: Path) -> None:
+    loops = kept_loops("blocks", tmp_path)
+    ops = [one["plan"]["op"] for one in settings_of(loops)]
+    assert all(f"`{op}`" in PAGE.partition("`blocks.unfinished.tar.xz`")[2] for op in ops)
+    assert not list(tmp_path.glob("exchange/*/*"))
+
+
+def test_verdicts_of_kernelbench_are_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = kept_loops("kernelbench", tmp_path)
+    ops = [one["plan"]["op"] for one in settings_of(loops)]
+    assert all(op.endswith("_tf32") for op in ops)
+    problems = sorted(int(op.split("_")[1]) for op in ops)
+    assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in PAGE
+    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "imported"))
+    half_widths = []
+    for op, each in zip(ops, loops.names(), strict=True):
+        run, rounds = loops.run_of(each), []
+        for one in attempts(run):
+            if one.file is None or one.geomean_speedup is None:
+                continue
+            source = (run.path / one.file).read_text(encoding="utf-8")
+            narrow = " (float16)" if names_narrower(source, op, Language.TRITON) else ""
+            rounds.append(f"{one.geomean_speedup:.2f}{narrow}")
+            verdict = run.load(f"{op}/{one.iteration}/evaluate", Evaluation)
+            half_widths += [
+                max(timed.speedup_high / timed.speedup, timed.speedup / timed.speedup_low) - 1
+                for timed in verdict.timings
+            ]
+        said = re.search(rf"^\| {op.split('_')[1]} \| ([^|]*) \|", PAGE, re.MULTILINE)
+        assert said is not None
+        assert said[1].replace("**", "").partition(":")[0] == "; ".join(rounds)
+    assert f"reaches {100 * max(half_widths):.1f} % to either side at most" in PAGE
+
+
+def kept_loops(name: str, folder: Path) -> LoopFolder:
+    travel.extract(KEPT / f"{name}.unfinished.tar.xz", folder)
+    return LoopFolder(folder)
+
+
+def settings_of(loops: LoopFolder) -> list[dict[str, Any]]:
+    return [
         json.loads((loops.run_of(each).path / "run.json").read_text(encoding="utf-8"))["settings"]
         for each in loops.names()
     ]
-    [options] = {
-        f"--language {one['plan']['language']} --iterations {one['iterations']}"
-        if name == "kernelbench"
-        else f"--language {one['plan']['language']} --strategy "
-        f"{one['plan']['search']['strategy']} --iterations {one['iterations']}"
-        for one in found
-    }
-    assert f"`{options}`" in page
-    assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
-    ops = [one["plan"]["op"] for one in found]
-    if name == "blocks":
-        assert all(f"`{op}`" in page.partition("`blocks.unfinished.tar.xz`")[2] for op in ops)
-        assert not list(tmp_path.glob("exchange/*/*"))
-        return
-    assert all(op.endswith("_tf32") for op in ops)
-    problems = sorted(int(op.split("_")[1]) for op in ops)
-    assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in page
-    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "imported"))
-    for op, each in zip(ops, loops.names(), strict=True):
-        run = loops.run_of(each)
-        rounds = []
-        for one in attempts(run):
-            if one.file is not None and one.geomean_speedup is not None:
-                source = (run.path / one.file).read_text(encoding="utf-8")
-                narrow = " (float16)" if names_narrower(source, op, Language.TRITON) else ""
-                rounds.append(f"{one.geomean_speedup:.2f}{narrow}")
-        said = re.search(rf"^\| {op.split('_')[1]} \| ([^|]*) \|", page, re.MULTILINE)
-        assert said is not None
-        told = said[1].replace("**", "").partition(":")[0]
-        assert told == "; ".join(rounds)
