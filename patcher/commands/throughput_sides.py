@@ -39,10 +39,9 @@ def side_of(text: str, engine: str, base: SideSetup, stack: ExitStack) -> SideSe
         raise UsageError(f"the side {text!r}: {error}", "close the quote") from error
     seen = set[str]()
     for word in words:
-        name, value = argument(word)
-        given = word.partition("=")[2]
-        if name not in ("python", "store", "patch"):
-            name, value = named_once(word, ())
+        first, _, given = word.partition("=")
+        ours = first in ("python", "store", "patch")
+        name, value = argument(word) if ours else named_once(word, ())
         if name in seen and name != "patch":
             raise UsageError(f"the side {text!r} says {name} twice", _HINT)
         seen.add(name)
