@@ -66,6 +66,8 @@ import torch
 class Unused(types.ModuleType):
     # of a package that is not here, and that asks models or shows progress
     def __getattr__(self, name):
+        if name.startswith("__"):  # such as __file__, which inspect reads of every module
+            raise AttributeError(name)
         return lambda *given, **named: None
 
 
