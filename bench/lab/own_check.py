@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -177,7 +178,8 @@ def _checked(candidate: Candidate, problem: Path, checkout: Path | None) -> OwnC
         if checkout:
             shutil.copytree(package_of(checkout), work / "theirs" / "kernelbench")
             program[-1] = "triton" if candidate.language is Language.TRITON else "cuda"
-        code, log = run_compiler(program, work, CHECK_S, device=device)
+        known = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where torch or pydantic may be
+        code, log = run_compiler(program, work, CHECK_S, known, device=device)
         verdict = plain_file(work / "verdict.json", 10_000)
         if code != 0 or verdict is None:
             last = (log.strip().splitlines() or [f"exit code {code}"])[-1]

@@ -416,8 +416,15 @@ def test_with_a_checkout_the_answer_is_that_of_its_code_at_two_tolerances(
     with pytest.raises(UsageError, match=r"no eval\.py"):
         package_of(tmp_path)
     (package / "__init__.py").write_text("from . import utils\n")
-    # packages that ask models need not be there
-    (package / "utils.py").write_text("from litellm import completion\nfrom tqdm import tqdm\n")
+    # packages that ask models need not be there, and are asked as torch asks every module
+    (package / "utils.py").write_text(
+        "from litellm import completion\nfrom tqdm import tqdm\nimport inspect, on_the_path\n"
+        "inspect.getmodule(inspect.currentframe())\n"
+    )
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "on_the_path.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(beside))
     (package / "eval.py").write_text(FAKE)
     if not torch.cuda.is_available():
         said = own_check(right, problem, tmp_path)
