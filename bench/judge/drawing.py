@@ -45,9 +45,10 @@ def drawn_points(contract: Contract, sweep: Sweep, draw: random.Random) -> list[
 def _rows(contract: Contract, sweep: Sweep, draw: random.Random, odd: bool) -> dict[str, int]:
     """The sweep's axes with another size of the swept one, odd if its guard allows that."""
     size = _within(contract, sweep.axis, max(sweep.values), draw)
-    step = _guard(contract, sweep.axis).multiple_of
-    if odd and step % 2 and size % 2 == 0:
-        size -= step if size > step else -step
+    guard = _guard(contract, sweep.axis)
+    less = size - guard.multiple_of
+    if odd and less > 0 and less % 2 and size % 2 == 0 and guard.takes(less):
+        size = less
     return {sweep.axis: size, **sweep.fixed}
 
 
