@@ -12,8 +12,8 @@ from typing import Any
 
 from patcher.bench import DTYPES, Contract, Record, arithmetic_value, names_in
 from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.names import identifier
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, TracedTensor, plain
-from patcher.integrate.kernelbench.written import identifier
 
 SUPPORTED = ("float32", "int64", "int32")
 POINTS = (4, 2, 1)
@@ -67,7 +67,7 @@ class NamedTensor(Record):
 
     name: str
     kind: str
-    """`input`, `parameter` or `buffer`."""
+    """`input`, `parameter`, `buffer` or `constant`."""
     target: str
     """Name in the module, or of the argument of `forward`."""
     dtype: str
@@ -260,8 +260,8 @@ def _contract(
     else:
         sizes = {axis: trace.symbols[symbol].size for symbol, axis in axes.items()}
         limits = {
-            axis: {"minimum": trace.symbols[symbol].least}
-            | ({"maximum": most} if (most := trace.symbols[symbol].most) else {})
+            axis: {"minimum": (free := trace.symbols[symbol]).least, "multiple_of": free.multiple}
+            | ({"maximum": free.most} if free.most else {})
             for symbol, axis in axes.items()
         }
         hidden = [
@@ -273,7 +273,9 @@ def _contract(
         least = max(
             limits[swept]["minimum"], min(h["axes"][swept] for h in hidden or [{"axes": sizes}])
         )
+        step = limits[swept]["multiple_of"]
         values = sorted({sizes[swept] // each for each in POINTS if sizes[swept] // each >= least})
+        values = [each for each in values if each % step == 0] or [sizes[swept]]
     fixed = {axis: size for axis, size in sizes.items() if axis != swept}
     dtypes = list(dict.fromkeys(str(each["dtype"]) for each in tensors))
     point = {"dtypes": {each: each for each in dtypes}, "axis": swept, "values": values}

@@ -6,7 +6,6 @@ sandbox; a `ModelNew` file is for KernelBench's own check.
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -18,13 +17,13 @@ from patcher.bench import (
     Contract,
     Language,
     Record,
+    TensorSpec,
     UsageError,
     load_op,
     read_source,
 )
 from patcher.bench.toolchains.native import binds_with_torch
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.op_files import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.problem import (
     defined_names,
     is_model_new,
@@ -32,7 +31,9 @@ from patcher.integrate.kernelbench.problem import (
     literal,
     shown,
 )
+from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, is_flat, packed, unpacked
+from patcher.integrate.kernelbench.texts import joined
 
 ENTRY = '''
 
@@ -41,7 +42,10 @@ def _patcher_places(made=[]):
     if made:
         return made
     module = ModelNew({init})
-    own = {{**dict(module.named_parameters()), **dict(module.named_buffers())}}
+    own = {{
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }}
     places = {state!r}
     if any(place not in own for place in places.values()):
         learned = [(name, tuple(each.shape) or (1,)) for name, each in module.named_parameters()]
@@ -56,43 +60,52 @@ def _patcher_places(made=[]):
         table = owner._parameters if leaf in owner._parameters else owner._buffers
         if leaf not in table:
             raise RuntimeError(f"ModelNew has no {{place}}")
-        found.append((table, leaf, name, tuple(table[leaf].shape)))
+        value, shape = table[leaf], tuple(table[leaf].shape)
+        for each in module.modules():  # some share it
+            for table in (each._parameters, each._buffers):
+                found += [(table, key, name, shape) for key in table if table[key] is value]
     made += [module, found]
     return made
 
 
 def {op}({names}):
-    module, places = _patcher_places()
-    state = {{{bound}}}
-    for table, leaf, name, shape in places:
-        table[leaf] = state[name] if shape else state[name].reshape(())
-    values = module({given})
-    values = {values}
-    for out, value in zip(({written},), values, strict=True):
-        if value.numel() != out.numel():
-            raise RuntimeError(f"ModelNew gives {{list(value.shape)}}, not {{list(out.shape)}}")
-        out.copy_(value.reshape(out.shape))
+    _module, _places = _patcher_places()
+    _state = {{{bound}}}
+    for _table, _leaf, _name, _shape in _places:
+        _table[_leaf] = _state[_name] if _shape else _state[_name].reshape(())
+    _values = _module({given})
+    _values = {values}
+    for _out, _value in zip(({written},), _values, strict=True):
+        if _value.numel() != _out.numel():
+            raise RuntimeError(
+                f"ModelNew gives {{list(_value.shape)}}, not {{list(_out.shape)}}"
+            )
+        _out.copy_(_value.reshape(_out.shape))
 '''
 
 MODEL_NEW = '''"""{op} of patcher as a ModelNew of KernelBench's {file}."""
-
-{source}
-
-{problem}
+{text}
 
 
-class ModelNew(Model):
+class ModelNew(_problem()):
     """The parameters of `Model`, and a kernel for its forward."""
 
     def forward(self, {arguments}):
-        state = {{**dict(self.named_parameters()), **dict(self.named_buffers())}}
-        sizes = {{{sizes}}}
+        _state = {{
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }}
+        _sizes = {{{sizes}}}
         {outputs} = ({made},)
         with torch.no_grad():
             {call}({names})
         return {returned}
 '''
 
+CONSTANT = (
+    "torch.frombuffer(bytearray(__import__('zlib').decompress(__import__('base64')"
+    ".b64decode({table!r}))), dtype=torch.{dtype}).reshape({shape}).to({first}.device)"
+)
 _NUMBER = ".reshape(1)"
 """A contract's tensors have an axis, a parameter of one number may have none."""
 INLINE = """from torch.utils.cpp_extension import load_inline as _load_inline
@@ -199,9 +212,9 @@ def candidate_of(op: str, text: str) -> Candidate:
         form = form_of(record.result, len(contract.written))
         packed(form, [each.name for each in contract.written])
         # who gives a list for a tuple, or a tensor for a tuple of one, is understood
-        values = "values if isinstance(values, (tuple, list)) else (values,)"
+        values = "_values if isinstance(_values, (tuple, list)) else (_values,)"
         if not is_flat(form):
-            values = f"({', '.join(unpacked(form, 'values'))},)"
+            values = f"({', '.join(unpacked(form, '_values'))},)"
     except Refused as reason:
         raise UsageError(f"{RECORD} of {op} is damaged: {reason}", "import it again") from reason
     shapes = {each.name: tuple(map(int, each.shape)) for each in contract.tensors if each.constant}
@@ -267,10 +280,19 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
         str(each["tensor"]) if "tensor" in each else f"constant_{index}"
         for index, each in enumerate(record.arguments)
     ]
+    first = next(each.name for each in contract.tensors if each.name in arguments)
+
+    def constant(tensor: TensorSpec) -> str:
+        shape = f"({', '.join(tensor.shape)},)"
+        table = record.constants[tensor.name]
+        return CONSTANT.format(table=table, dtype=tensor.dtype, shape=shape, first=first)
+
     names = [
-        f"state[{record.state[each.name]!r}].detach(){_NUMBER if each.shape == ('1',) else ''}"
+        f"_state[{record.state[each.name]!r}].detach(){_NUMBER if each.shape == ('1',) else ''}"
         if each.name in record.state
-        else f"{each.name}.contiguous()"
+        else constant(each)
+        if each.name in record.constants
+        else f"{each.name}.contiguous(){_NUMBER if each.shape == ('1',) else ''}"
         if each.access == "read"
         else each.name
         for each in contract.tensors
@@ -278,11 +300,10 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
     axes = {
         size: f"{each.name}.shape[{index}]"
         for each in reversed(contract.tensors)
-        if each.access == "read" and each.name not in record.state
+        if each.name in arguments
         for index, size in enumerate(each.shape)
         if size.isidentifier()
     }
-    first = next(each.name for each in contract.tensors if each.name in arguments)
     made = [
         f"torch.empty({_shape(each.shape)}, dtype=torch.{each.dtype}, device={first}.device)"
         for each in contract.written
@@ -297,8 +318,7 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
     return MODEL_NEW.format(
         op=candidate.op,
         file=record.file,
-        source=source.strip("\n"),
-        problem=_model_text(text),
+        text=joined(source, text),
         arguments=", ".join(arguments),
         sizes=", ".join(f"{name!r}: {value}" for name, value in axes.items()),
         outputs=f"({', '.join(outputs)},)",
@@ -318,15 +338,5 @@ def _declaration(candidate: Candidate) -> str:
 
 
 def _shape(shape: tuple[str, ...]) -> str:
-    sizes = [re.sub(r"[A-Za-z_]\w*", lambda match: f"sizes[{match[0]!r}]", each) for each in shape]
+    sizes = [re.sub(r"[A-Za-z_]\w*", lambda match: f"_sizes[{match[0]!r}]", each) for each in shape]
     return f"({', '.join(sizes)},)" if sizes else "()"
-
-
-def _model_text(text: str) -> str:
-    """The problem's imports, constants, helpers and `Model`, without its input functions."""
-    tree = ast.parse(text)
-    left = ("get_inputs", "get_init_inputs")
-    kept = [
-        each for each in tree.body if not (isinstance(each, ast.FunctionDef) and each.name in left)
-    ]
-    return ast.unparse(ast.Module(body=kept, type_ignores=[]))

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import re
 import tomllib
-from typing import Any
 
 import tomlkit
 
-from patcher.bench import SCHEMA_VERSION, Contract, Record, VerificationError
+from patcher.bench import Contract, VerificationError
 from patcher.integrate.kernelbench.contract import NamedTensor, PrecisionColumn, TracedOp
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace
+from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, packed
 from patcher.integrate.kernelbench.written import Body
 
-RECORD = "problem.json"
 OWN = ("normal", "signed")
 PLANTED = ("nan", "inf")
 """Regimes of a module with one of `LOOSE`, besides `OWN`."""
 LOOSE = ("conv", "group_norm", "batch_norm", "instance_norm")
 """Operators for which libraries differ in what a weight that is no number gives: padding may be
 multiplied by it, and a norm may fold mean and gain into one factor and one shift."""
-
-
-class ProblemRecord(Record):
-    """`problem.json` of an op: what a `ModelNew` needs besides the contract."""
-
-    schema_version: int = SCHEMA_VERSION
-    op: str
-    file: str
-    """The problem's file name; its text stays where it is."""
-    changed: dict[str, str]
-    """Sizes that differ from the file's."""
-    init: tuple[Any, ...]
-    """Arguments of the module, as `problem.literal` reads them."""
-    keywords: dict[str, Any]
-    arguments: tuple[dict[str, Any], ...]
-    """Arguments of `forward`: `{"tensor": NAME}` or `{"value": LITERAL}`."""
-    state: dict[str, str]
-    """The module's parameters and buffers by the op's names."""
-    parameters: tuple[str, ...]
-    """The op's names of the parameters, in the module's order."""
-    result: Any = None
-    """How the module's result holds its tensors: see `results.py`. None, in files of earlier
-    versions: one tensor, or a tuple of several."""
-    scalars: tuple[str, ...] = ()
-    """Results without an axis, which are one number in an axis in the contract."""
 
 
 def op_files(
@@ -91,7 +65,10 @@ def op_files(
         init=trace.init,
         keywords=trace.keywords,
         arguments=tuple(op.arguments),
-        state={each.name: each.target for each in op.tensors if each.kind != "input"},
+        state={
+            each.name: each.target for each in op.tensors if each.kind in ("parameter", "buffer")
+        },
+        constants={each.name: each.table for each in op.tensors if each.kind == "constant"},
         parameters=tuple(each.name for each in op.tensors if each.kind == "parameter"),
         result=trace.result,
         scalars=tuple(
@@ -145,7 +122,7 @@ RETURNED = "return module(*given, number)"
 ATTENTION = (
     "from torch.nn.attention import SDPBackend, sdpa_kernel\n",
     "with sdpa_kernel(SDPBackend.MATH):  # by its formula: the CPU's fused kernel makes NaN zeros\n"
-    f"        {RETURNED}",
+    f"            {RETURNED}",
 )
 """What a reference with attention has."""
 
@@ -168,12 +145,18 @@ def module({read}, number):
 def in_numbers(tensors, number):
     """The results with every floating-point tensor in another dtype."""
     given = [each.to(number) if each.is_floating_point() else each for each in tensors]
-    {returned}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(number)  # of numbers that the graph makes, alone or of integers
+    try:
+        {returned}
+    finally:
+        torch.set_default_dtype(before)
 
 
 def reference({names}):
-    """The module in float64."""
-    return dict(zip(OUTPUTS, in_numbers(({read},), torch.float64), strict=True))
+    """The module in float64; whole numbers come as float64, too."""
+    values = [each.double() for each in in_numbers(({read},), torch.float64)]
+    return dict(zip(OUTPUTS, values, strict=True))
 
 
 def control({names}):
@@ -276,16 +259,19 @@ def _module({names}):
 
 
 def _with_setting(function):
-    """TF32 is a setting of the process, so each call makes its own and puts it back."""
+    """TF32 and the dtype of new numbers are settings of the process, so each call makes its own
+    and puts them back."""
 
     def run(*arguments):
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = matmul.allow_tf32, cudnn.allow_tf32
+        before, number = (matmul.allow_tf32, cudnn.allow_tf32), torch.get_default_dtype()
         matmul.allow_tf32 = cudnn.allow_tf32 = {tf32}
+        torch.set_default_dtype(NUMBER)
         try:
             return function(*arguments)
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
+            torch.set_default_dtype(number)
 
     return run
 

@@ -24,6 +24,7 @@ from patcher.bench import Record, UsageError, parse_json, problem
 from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.names import identifier
 
 TRACE_S = 300.0
 """Time limit in seconds of one trace."""
@@ -41,7 +42,8 @@ class TracedTensor(Record):
     """A tensor that the graph reads."""
 
     node: Name
-    kind: Literal["input", "parameter", "buffer"]
+    kind: Literal["input", "parameter", "buffer", "constant"]
+    """A constant is no part of the module's state, such as a number in its `forward`."""
     name: Target
     target: Target
     dtype: str
@@ -80,6 +82,8 @@ class FreeSize(Record):
     most: Annotated[int, Field(ge=1, le=1 << 40)] | None
     size: Annotated[int, Field(ge=1, le=1 << 40)]
     """In the file."""
+    multiple: Annotated[int, Field(ge=1, le=1 << 40)] = 1
+    """Of which other sizes are multiples."""
 
 
 class ProblemTrace(Record):
@@ -170,12 +174,13 @@ def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
         put(new)
         if (after := ast.unparse(new)) != before:
             changed[name] = f"{before} -> {after}"
-    stem = re.sub(r"\W", "_", path.stem).strip("_").lower()
+    stem = re.sub(r"\W", "_", path.stem, flags=re.ASCII).strip("_").lower()
     if not stem[:1].isalpha():
-        folder = re.sub(r"\W", "_", path.resolve().parent.name).lower()
+        folder = re.sub(r"\W", "_", path.resolve().parent.name, flags=re.ASCII).lower()
         stem = f"{folder if folder[:1].isalpha() else 'problem'}_{stem}"
     source = ast.unparse(ast.fix_missing_locations(tree)) if changed else text
-    return Problem(name=stem[:80], file=shown(path), source=source, changed=changed)
+    name = identifier(stem[:80], set())
+    return Problem(name=name, file=shown(path), source=source, changed=changed)
 
 
 def size_names(path: Path) -> list[str]:

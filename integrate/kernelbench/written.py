@@ -7,14 +7,14 @@ number, and an argument only if it is a number, a dtype, a name or a short word.
 
 from __future__ import annotations
 
-import keyword
 import re
 from typing import Any
 
 from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.names import identifier
 from patcher.integrate.kernelbench.problem import ProblemTrace, TracedStep, literal
 
-FACTORIES = ("full", "zeros", "ones", "arange", "eye", "scalar_tensor", "linspace")
+FACTORIES = ("full", "zeros", "ones", "empty", "arange", "eye", "scalar_tensor", "linspace")
 PRIVATE = ("_to_copy", "_softmax", "_log_softmax", "_unsafe_view", "_assert_tensor_metadata")
 """Operators whose names begin with an underscore and that a graph may hold."""
 BATCH_NORM = "_native_batch_norm_legit_functional"
@@ -26,26 +26,6 @@ SIZES = ("sym +", "sym -", "sym *", "sym //", "sym /", "sym %")
 EXACT = ("int64", "int32", "bool")
 _WORD = re.compile(r"[A-Za-z_,.>\- ]{0,200}")
 _TARGET = re.compile(r"aten\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
-_RESERVED = {"torch", "aten", "number", "module", "float", "a"}
-
-
-def identifier(text: str, taken: set[str]) -> str:
-    """A name in Python and C++ that nothing else has, added to `taken`."""
-    name = re.sub(r"\W", "_", text, flags=re.ASCII).strip("_") or "value"
-    if not name[0].isalpha():
-        name = f"t_{name}"
-    while name in taken or name in _RESERVED or keyword.iskeyword(name) or name in _CPP:
-        name += "_"
-    taken.add(name)
-    return name
-
-
-_CPP_WORDS = (
-    "auto bool char const default delete do double enum extern float goto int long namespace new "
-    "operator private public register short signed sizeof static struct switch template this "
-    "typedef typename union unsigned using virtual void volatile"
-)
-_CPP = frozenset(_CPP_WORDS.split())
 
 
 def _silent(name: str, step: TracedStep) -> bool:
@@ -114,7 +94,7 @@ class Body:
         match = _TARGET.fullmatch(step.target)
         packet = getattr(torch.ops.aten, match[1], None) if match else None
         found = getattr(packet, match[2], None) if match and packet else None
-        if match is None or found is None:
+        if match is None or not isinstance(found, torch._ops.OpOverload):
             raise Refused(f"its graph calls {step.target[:80]!r}, which is no operator of PyTorch")
         name, overload = match[1], match[2]
         if torch.Tag.nondeterministic_seeded in found.tags and not _silent(name, step):
@@ -123,11 +103,12 @@ class Body:
             raise Refused(f"its graph writes in place ({step.target})")
         if name.startswith("_") and name not in PRIVATE:
             raise Refused(f"its graph calls PyTorch's private {name}")
-        reads = any(
-            isinstance(each, dict) and {"node", "list"} & each.keys() for each in step.arguments
-        )
+        # by its schema, since a size that it is given is a node as well: others write files
+        reads = any("Tensor" in str(each.type) for each in found._schema.arguments)
         if not reads and name not in FACTORIES:
             raise Refused(f"its graph calls {name}, which reads no tensor")
+        if not found._schema.returns:
+            raise Refused(f"its graph calls {name}, which gives nothing")
         return name, overload
 
     def _argument(self, value: Any) -> str:

@@ -7,9 +7,10 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from .trials import tried
 from .values import Unfit, drawn, literal
 
 SYMBOLIC = {
@@ -80,29 +81,32 @@ class Graph:
                 tensors.append(self._tensor(node, "input", label, label, given))
             elif node is not None and name in used:
                 kind = "parameter" if spec.kind == InputKind.PARAMETER else "buffer"
-                state = {
-                    **dict(self.module.named_buffers()),
-                    **dict(self.module.named_parameters()),
+                state = {  # weights that modules share have several names
+                    **dict(self.module.named_buffers(remove_duplicate=False)),
+                    **dict(self.module.named_parameters(remove_duplicate=False)),
                 }
                 sample = state.get(spec.target)
-                sample = self.program.constants.get(spec.target) if sample is None else sample
+                if sample is None:
+                    kind, sample = "constant", self.program.constants[spec.target]
                 tensors.append(self._tensor(node, kind, spec.target, spec.target, sample))
         steps = [
             self._step(node)
             for node in self.program.graph.nodes
             if node.op == "call_function" and node.name in used
         ]
+        outputs = [self._output(nodes[name]) for name in results]
+        sizes = tried(self.program, self.module, self.inputs, self.symbols, self.notes)
         return {
             "tensors": tensors,
             "arguments": arguments,
             "steps": steps,
-            "outputs": [self._output(nodes[name]) for name in results],
+            "outputs": outputs,
             "result": _form(self.program.call_spec.out_spec, itertools.count()),
             "symbols": self.symbols,
             "sums": sorted(self.sums),
             "flops": self.flops,
             "notes": self.notes,
-            "sizes": self._tried(),
+            "sizes": sizes,
         }
 
     def _used(self, results: list[Any]) -> set[str]:
@@ -240,96 +244,7 @@ class Graph:
         self.sums.add(f"({length})")
         self.flops.append(" * ".join(["2", *map(self._size, each), length]))
 
-    def _tried(self) -> list[dict[str, int]]:
-        """Other sizes of the symbols at which the module itself gives what the graph gives."""
-        import torch
-
-        now: dict[str, int] = {}
-        where: list[tuple[int, int, str]] = []
-        for index, (node, given) in enumerate(self._pairs()):
-            for axis, size in enumerate(node.meta["val"].shape):
-                if not isinstance(size, int) and size.node.expr.is_Symbol:
-                    now[str(size.node.expr)] = int(given.shape[axis])
-                    where.append((index, axis, str(size.node.expr)))
-        self.now = now
-        for name, size in now.items():
-            self.symbols[name]["size"] = size
-        runs: Callable[..., Any] = self.program.module()
-        kept: list[dict[str, int]] = []
-        # all sizes, else the first alone: labels may not fit fewer classes
-        for many, part, more in ((99, 8, 1), (99, 4, 0), (1, 8, 1), (1, 4, 0)):
-            sizes = {
-                name: min(max(size // part, 2) + more, size) if index < many else size
-                for index, (name, size) in enumerate(now.items())
-            }
-            if not sizes or any(sizes[name] < self.symbols[name]["least"] for name in sizes):
-                continue
-            if sizes in kept or len(kept) == 2:
-                continue
-            made = [self._other(index, given, sizes, where) for index, given in self._tensors()]
-            try:
-                with torch.no_grad():
-                    theirs = self.module(*self._filled([each.clone() for each in made]))
-                    ours = runs(*self._filled([each.clone() for each in made]))
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
-                with torch.no_grad():
-                    others = [
-                        self.module(*self._filled([_redrawn(each, scale) for each in made]))
-                        for scale in (1.0, 0.01)  # a large negative sum may be zero behind a GELU
-                    ]
-            except Exception as error:
-                self.notes.append(f"not at other sizes: {str(error).splitlines()[0][:120]}")
-                continue
-            numbers = any(each.is_floating_point() for each in made)
-            if numbers and all(_alike(theirs, each) for each in others):
-                raise Unfit("no input changes its result, so that nothing is to be computed")
-            kept.append(sizes)
-        return kept
-
-    def _pairs(self) -> list[tuple[Any, Any]]:
-        nodes = {node.name: node for node in self.program.graph.nodes}
-        names = [n for n in self.program.graph_signature.user_inputs if isinstance(n, str)]
-        return list(zip([nodes[name] for name in names], self._given(), strict=True))
-
-    def _given(self) -> list[Any]:
-        return [each for each in self.inputs if hasattr(each, "dtype")]
-
-    def _tensors(self) -> list[tuple[int, Any]]:
-        return list(enumerate(self._given()))
-
-    def _filled(self, tensors: list[Any]) -> list[Any]:
-        left = iter(tensors)
-        return [next(left) if hasattr(each, "dtype") else each for each in self.inputs]
-
-    def _other(
-        self, index: int, given: Any, sizes: dict[str, int], where: list[tuple[int, int, str]]
-    ) -> Any:
-        for at, axis, name in where:
-            if at == index:
-                given = given.narrow(axis, 0, sizes[name])
-        return given.contiguous()
-
 
 def by_batch(node: Any) -> bool:
     """Whether it is a norm by the batch's own statistics, which only updates the running ones."""
     return "batch_norm" in str(node.target) and len(node.args) > 5 and node.args[5] is True
-
-
-def _redrawn(given: Any, scale: float) -> Any:
-    """Other values, where there are floating-point ones."""
-    import torch
-
-    return scale * torch.randn_like(given) if given.is_floating_point() else given.clone()
-
-
-def _alike(first: Any, second: Any) -> bool:
-    """Whether results, a tensor or several, hold numbers, all of them equal to the bit."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    numbers = [
-        (one, other)
-        for one, other in zip(tree_leaves(first), tree_leaves(second), strict=True)
-        if isinstance(one, torch.Tensor) and one.is_floating_point()
-    ]
-    return bool(numbers) and all(torch.equal(*pair) for pair in numbers)

@@ -40,8 +40,7 @@ def trace(path: str) -> dict[str, Any]:
     if len(init) == 2 and isinstance(init[0], list) and isinstance(init[1], dict):
         init, keywords = init
     module = names["Model"](*init, **keywords)
-    if len(inputs) > (most := len(inspect.signature(module.forward).parameters)):
-        raise Unfit(f"get_inputs gives {len(inputs)} values and forward names {most}")
+    inputs = given(module, inputs)
     program = exported(module, inputs)
     found = Graph(program, module, inputs)
     return {
@@ -49,6 +48,26 @@ def trace(path: str) -> dict[str, Any]:
         "keywords": {name: literal(each) for name, each in keywords.items()},
         **found.told(),
     }
+
+
+def given(module: Any, inputs: list[Any]) -> list[Any]:
+    """The inputs, none of which shares its memory with another: the graph would read one twice."""
+    import torch
+
+    taken = inspect.signature(module.forward).parameters
+    if any(each.kind is each.VAR_POSITIONAL for each in taken.values()):
+        raise Unfit("its forward takes any number of inputs (*), and an op names each")
+    if len(inputs) > len(taken):
+        raise Unfit(f"get_inputs gives {len(inputs)} values and forward names {len(taken)}")
+    seen: set[int] = set()
+    for index, (name, each) in enumerate(zip(taken, inputs, strict=False)):
+        if isinstance(each, list | tuple | dict):
+            raise Unfit(f"get_inputs gives a {type(each).__name__} for {name}, not a tensor")
+        if isinstance(each, torch.Tensor):
+            place = each.untyped_storage().data_ptr()
+            inputs[index] = each.clone() if place in seen else each
+            seen.add(place)
+    return inputs
 
 
 def exported(module: Any, inputs: list[Any]) -> Any:

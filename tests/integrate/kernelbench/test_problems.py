@@ -297,6 +297,12 @@ STEP = {"node": "relu", "arguments": [{"node": "x"}], "keywords": {}}
     [
         ({"target": "os.system", "arguments": ["id"]}, "no operator"),
         ({"target": "aten.from_file.default", "arguments": ["secret"]}, "reads no tensor"),
+        (
+            {"target": "aten.from_file.default", "arguments": ["made", True, {"node": "x"}]},
+            "reads no tensor",
+        ),
+        ({"target": "aten.manual_seed.default"}, "reads no tensor"),
+        ({"target": "aten.add.overloads"}, "no operator"),
         ({"target": "aten.relu_.default"}, "in place"),
         ({"target": "aten.bernoulli.default"}, "random"),
         ({"target": "aten._cdist_forward.default"}, "private"),

@@ -1,0 +1,159 @@
+"""Other sizes and values of a module's inputs, at which its graph has to be the module."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .values import Unfit
+
+
+def tried(
+    program: Any, module: Any, inputs: list[Any], symbols: dict[str, Any], notes: list[str]
+) -> list[dict[str, int]]:
+    """Other sizes of the symbols at which the module itself gives what the graph gives.
+
+    Each symbol is given its size in the file; the first, which is swept, what it is a multiple of.
+    """
+    trials = Trials(program, module, inputs)
+    for name, symbol in symbols.items():
+        if name not in trials.now:
+            raise Unfit("its sizes depend on values")
+        symbol["size"] = trials.now[name]
+    kept = trials.smaller(symbols, notes)
+    return trials.swept(kept, symbols, notes) if kept else trials.none()
+
+
+class Trials:
+    """Runs of a module and its graph on smaller inputs, whose integers are drawn as the op's."""
+
+    def __init__(self, program: Any, module: Any, inputs: list[Any]) -> None:
+        import torch
+        from torch.export.graph_signature import InputKind
+
+        self.module, self.inputs, self.runs = module, inputs, program.module()
+        nodes = {node.name: node for node in program.graph.nodes}
+        specs = program.graph_signature.input_specs
+        named = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
+        self.now: dict[str, int] = {}
+        self.where: list[tuple[int, int, str]] = []
+        for index, (name, given) in enumerate(zip(named, inputs, strict=True)):
+            for axis, size in enumerate(given.shape if hasattr(given, "dtype") else ()):
+                free = nodes[name].meta["val"].shape[axis]
+                if not isinstance(free, int) and free.node.expr.is_Symbol:
+                    self.now[str(free.node.expr)] = int(size)
+                    self.where.append((index, axis, str(free.node.expr)))
+        tags = [getattr(node.target, "tags", ()) for node in nodes.values()]
+        self.seeded = any(torch.Tag.nondeterministic_seeded in each for each in tags)
+
+    def smaller(self, symbols: dict[str, Any], notes: list[str]) -> list[dict[str, int]]:
+        """At most two sizes at which the graph holds."""
+        kept: list[dict[str, int]] = []
+        # all sizes, else the first alone: labels may not fit fewer classes
+        for many, part, more in ((99, 8, 1), (99, 4, 0), (1, 8, 1), (1, 4, 0)):
+            sizes = {
+                name: min(max(size // part, 2) + more, size) if index < many else size
+                for index, (name, size) in enumerate(self.now.items())
+            }
+            if not sizes or any(sizes[name] < symbols[name]["least"] for name in sizes):
+                continue
+            if sizes in kept or len(kept) == 2:
+                continue
+            if why := self.fails(sizes):
+                notes.append(f"not at other sizes: {why}")
+            else:
+                kept.append(sizes)
+        return kept
+
+    def swept(
+        self, kept: list[dict[str, int]], symbols: dict[str, Any], notes: list[str]
+    ) -> list[dict[str, int]]:
+        """The sizes again, if the first axis alone may have others: the judge draws some."""
+        first, why = next(iter(symbols)), ""
+        base, most = kept[0][first], self.now[first]
+        for step in range(1, base + 1):
+            if math.gcd(base, most) % step:
+                continue
+            near = [each for each in (base + step, base - step) if each <= most]
+            near = [each for each in near if each >= max(symbols[first]["least"], 1)]
+            said = [self.fails({**kept[0], first: each}) for each in near]
+            if not any(said):
+                symbols[first]["multiple"] = step
+                return [sizes for sizes in kept if sizes[first] % step == 0]
+            why = why or next(filter(None, said))
+        notes.append(f"not where its first size alone is another: {why}")
+        return []
+
+    def none(self) -> list[dict[str, int]]:
+        """Check that a module of one size takes any integers."""
+        if any(map(_whole, self.inputs)) and (why := self.fails(self.now)):
+            raise Unfit(f"its integers cannot be any of their range, as offsets or lengths: {why}")
+        return []
+
+    def fails(self, sizes: dict[str, int]) -> str:
+        """Why the graph does not hold at these sizes; nothing where it does."""
+        import torch
+
+        made = [self._smaller(index, given, sizes) for index, given in enumerate(self.inputs)]
+        try:
+            with torch.no_grad():
+                theirs, ours = self.module(*_copies(made)), self.runs(*_copies(made))
+                others = [
+                    self.module(*(_redrawn(each, scale) for each in made))
+                    for scale in (1.0, 0.01)  # a large negative sum may be zero behind a GELU
+                ]
+        except Exception as error:
+            return (str(error).splitlines() or [type(error).__name__])[0][:120]
+        try:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+        except AssertionError as error:
+            if self.seeded:  # which the op's writer refuses by name
+                return str(error).splitlines()[0]
+            raise Unfit("its graph gives other numbers than the module: has it a state?") from error
+        numbers = any(hasattr(each, "dtype") and each.is_floating_point() for each in made)
+        if numbers and all(_alike(theirs, each) for each in others):
+            raise Unfit("no input changes its result, so that nothing is to be computed")
+        return ""
+
+    def _smaller(self, index: int, given: Any, sizes: dict[str, int]) -> Any:
+        import torch
+
+        part = given
+        for at, axis, name in self.where:
+            if at == index:
+                part = part.narrow(axis, 0, sizes[name])
+        if not _whole(given):
+            return part.contiguous() if hasattr(part, "dtype") else part
+        low, high = int(given.min()), int(given.max())
+        return torch.randint(low, high + 1, part.shape, dtype=part.dtype)
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is a tensor of integers, which the op draws from their range."""
+    return hasattr(value, "dtype") and not value.is_floating_point() and value.element_size() > 1
+
+
+def _copies(values: list[Any]) -> list[Any]:
+    return [each.clone() if hasattr(each, "dtype") else each for each in values]
+
+
+def _redrawn(given: Any, scale: float) -> Any:
+    """Other values, where there are floating-point ones."""
+    import torch
+
+    if not hasattr(given, "dtype"):
+        return given
+    return scale * torch.randn_like(given) if given.is_floating_point() else given.clone()
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Whether results, a tensor or several, hold numbers, all of them equal to the bit."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    numbers = [
+        (one, other)
+        for one, other in zip(tree_leaves(first), tree_leaves(second), strict=True)
+        if isinstance(one, torch.Tensor) and one.is_floating_point()
+    ]
+    return bool(numbers) and all(torch.equal(*pair) for pair in numbers)

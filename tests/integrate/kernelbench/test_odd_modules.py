@@ -1,0 +1,187 @@
+"""Modules that are legal and odd: right all the way, or refused with their reason."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patcher.bench import Candidate, Language
+from patcher.bench.judge.drawing import drawn_points
+from patcher.bench.judge.op_calls import checked_results
+from patcher.bench.ops.op import Op
+from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.kernelbench.imports import own_problem_op
+from patcher.integrate.kernelbench.model_new import candidate_of, model_new
+from patcher.integrate.kernelbench.problem import read_problem
+
+PROBLEM = """from __future__ import annotations
+import torch
+import torch.nn as nn
+N = 32
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        INIT
+    def forward(self, TAKEN):
+        return RESULT
+def get_inputs(): return INPUTS
+def get_init_inputs(): return []
+"""
+X = "[torch.randn(64, N)]"
+LINEAR = "nn.Linear(N, N)"
+COUNTER = "self.n = []; self.step = lambda: self.n.append(1) or len(self.n)"
+
+
+def imported(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    module: tuple[str, ...],
+    precision: str = "fp32",
+) -> tuple[Path, Op]:
+    taken, result, inputs, init = (*module, *(X, "pass")[len(module) - 2 :])
+    text = PROBLEM.replace("TAKEN", taken).replace("RESULT", result).replace("INIT", init)
+    file = folder / "p_odd.py"
+    file.write_text(text.replace("INPUTS", inputs))
+    name, files = own_problem_op(file, precision, "a test")
+    for path, data in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(data)
+    patch.setenv("PATCHER_OPS", str(folder))
+    return file, Op(folder / name)
+
+
+def judged(op: Op) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    point = op.contract.sweeps[0].points()[-1]
+    values: dict[str, torch.Tensor] = op.inputs.make(point, torch.Generator(), "normal")
+    return values, checked_results(op, "reference.py", "reference", op.reference(**values))
+
+
+def run(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "text"}
+    exec(compile(text, "text", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ("x, state, shape", "state * 2 + x, shape + 1", X + " * 3"),
+        ("zip, dict, values", "zip * 2 + dict - values", X + " * 3"),
+        ("x, like", "torch.relu(x) if like == 'relu' else x", "[torch.randn(64, N), 'relu']"),
+        ("x", "self.a(self.b(x))", X, f"self.a = {LINEAR}; self.b = {LINEAR}; "
+         "self.b.weight = self.a.weight"),
+        ("x", "self.b(self.a(x))", X, f"self.a = self.b = {LINEAR}"),
+        ("x", "x * torch.tensor(0.3) + torch.arange(N) / N"),
+        ("x, s", "x * s", "[torch.randn(64, N), torch.tensor(2.0)]"),
+        ("x", "(x.argmax(1), x.topk(3)[0])"),
+    ],
+)  # fmt: skip
+def test_the_module_itself_is_right_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: tuple[str, ...]
+) -> None:
+    file, op = imported(tmp_path, monkeypatch, module)
+    candidate = candidate_of(op.name, file.read_text().replace("Model(", "ModelNew("))
+    values, exact = judged(op)
+    run(candidate.source)[op.name](*values.values())
+    for name, right in exact.items():
+        torch.testing.assert_close(values[name].double(), right, rtol=1e-5, atol=1e-5)
+    theirs, ours = run(file.read_text()), run(model_new(candidate, file))
+    results = []
+    given = theirs["get_inputs"]()
+    for kind in (ours["ModelNew"], theirs["Model"]):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            results.append(kind()(*given))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_numbers_that_a_graph_makes_are_as_wide_as_its_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Zeros that are filled, and quotients of whole numbers, are float32 by default."""
+    made = "torch.zeros(64, N).index_add(0, torch.arange(64), x / 3) * x"
+    module = ("x", made + " + torch.arange(N) / 7 * x + torch.linspace(0, 1, N) / 3")
+    _, op = imported(tmp_path, monkeypatch, module, precision)
+    values, found = judged(op)
+    x, steps = values["x"].double(), torch.arange(32).double()
+    right = x / 3 * x + steps / 7 * x + steps / 31 / 3
+    torch.testing.assert_close(found["output"], right, rtol=1e-13, atol=1e-13)
+    [eager] = op.baselines["eager"]("cpu")(*values.values())
+    error = float((eager - right).abs().max())
+    assert (1e-9 < error < 1e-5) if precision == "fp32" else (1e-3 < error < 1)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("reason", "module"),
+    [
+        ("a list for xs", ("xs", "xs[0]", "[[torch.randn(8, 8)]]")),
+        ("any number of inputs", ("*xs", "xs[0] + xs[1]", X + " * 2")),
+        ("other numbers than the module", ("x", "x * self.step()", X, COUNTER)),
+        ("depend on values", ("x", "x[x > 0]")),
+        ("offsets or lengths", ("w, x, o", "nn.functional.embedding_bag(x, w, o)",
+         "[torch.rand(9, 8), torch.randint(0, 9, (64,)), torch.arange(0, 64, 4)]")),
+    ],
+)  # fmt: skip
+def test_what_no_op_can_be_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, module: tuple[str, ...]
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        imported(tmp_path, monkeypatch, module)
+
+
+@pytest.mark.parametrize(
+    ("multiple", "module"),
+    [
+        (4, ("x", "x.view(-1, 4).sum(1)", "[torch.randn(64)]")),
+        (0, ("x, i", "x.gather(1, i)", "[torch.randn(64, N), torch.randint(0, N, (64, 8))]")),
+        (0, ("x, i", "x[i]", "[torch.randn(64, N), torch.randperm(64)]")),
+        (1, ("x", "x.softmax(1)")),
+    ],
+)
+def test_only_sizes_that_the_module_takes_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int, module: tuple[str, ...]
+) -> None:
+    """A right kernel fails at others, and would be blamed for it."""
+    contract = imported(tmp_path, monkeypatch, module)[1].contract
+    sweep = contract.sweeps[0]
+    guard = contract.guards.axes[sweep.axis]
+    assert (guard.minimum == guard.maximum == 64) == (not multiple)
+    assert guard.multiple_of == (multiple or 1)
+    drawn = [drawn_points(contract, sweep, random.Random(seed)) for seed in range(30)]
+    sizes = {each.axes[sweep.axis] for points in drawn for each in points}
+    assert all(map(guard.takes, sizes | {*sweep.values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("37_Größe", "level9_37_gr__e"), ("矩阵", "level9"), ("class", "class_"), ("zip", "zip_")],
+)
+def test_any_file_name_gives_a_name_of_a_function(tmp_path: Path, name: str, op: str) -> None:
+    (tmp_path / "level9").mkdir()
+    file = tmp_path / "level9" / f"{name}.py"
+    file.write_text("")
+    assert read_problem(file, 1, {}).name == op
+
+
+KERNEL = '''"""A kernel."""
+from __future__ import annotations
+import torch
+N = 7
+class Model: ...
+def p_odd(x, output): output.copy_(x * N)
+'''
+
+
+def test_the_problem_and_a_kernel_keep_their_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, op = imported(tmp_path, monkeypatch, ("x", "x * 7"))
+    candidate = Candidate(op=op.name, language=Language.TORCH, source=KERNEL)
+    x = torch.randn(64, 32)
+    assert run(model_new(candidate, file))["ModelNew"]()(x).equal(x * 7)
