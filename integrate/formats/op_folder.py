@@ -93,13 +93,22 @@ def _named(values):
 
 
 def reference({names}):
-    """The result of `run` with every floating-point number in float64."""
+    """The result of `run` with every floating-point number in float64; whole ones come so, too."""
     given = [
         value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for value in ({inputs},)
     ]
-    with _Wide():
-        return _named(_run(*given))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of numbers that `run` makes, alone or of integers
+    try:
+        with _Wide():
+            values = _named(_run(*given))
+    finally:
+        torch.set_default_dtype(before)
+    return {{
+        name: value if value.is_floating_point() else value.double()
+        for name, value in values.items()
+    }}
 
 
 def control({names}):

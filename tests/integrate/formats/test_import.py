@@ -21,6 +21,7 @@ from formats_sample import (
 
 from patcher import bench
 from patcher.bench import AxisGuard, Candidate, Contract, Language, toolchains
+from patcher.bench.judge.op_calls import checked_results
 from patcher.bench.toolchains import build
 from patcher.cli import main
 from patcher.integrate import export_patch, import_kernel
@@ -244,6 +245,33 @@ def test_a_foreign_definition_becomes_an_op(
     coarse = op.control(**made, scale=1.5)["y"]
     assert honest.dtype == coarse.dtype == torch.bfloat16
     assert (coarse.double() - exact).norm() > 2 * (honest.double() - exact).norm()
+
+
+def test_whole_numbers_and_those_that_a_reference_makes_are_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """import torch
+def run(x, scale, weight):
+    made = torch.zeros(x.shape)
+    made[:] = x / 3
+    return x.argmax(1), made * x
+"""
+    outputs = {
+        "best": {"shape": ["batch"], "dtype": "int64"},
+        "y": {"shape": ["batch", "hidden"], "dtype": "float32"},
+    }
+    file = tmp_path / "best.json"
+    inputs = DEFINITION["inputs"] | {"scale": DEFINITION["inputs"]["weight"]}
+    changed = {"name": "best", "reference": text, "outputs": outputs, "inputs": inputs}
+    file.write_text(json.dumps(DEFINITION | changed))
+    import_kernel(file, tmp_path / "in")
+    library(monkeypatch, tmp_path / "in")
+    op = bench.load_op("best")
+    made = op.inputs.make(op.sweep("cpu").points()[0], torch.Generator(), "normal")
+    found = checked_results(op, "reference.py", "reference", op.reference(**made))
+    assert found["best"].equal(made["x"].argmax(1).double())
+    x = made["x"].double()
+    torch.testing.assert_close(found["y"], x / 3 * x, rtol=1e-13, atol=0.0)
 
 
 SOURCES: dict[str, tuple[dict[str, Any], Language]] = {
