@@ -26,31 +26,36 @@ from patcher.bench.sandbox import plain_file
 from patcher.bench.toolchains import build
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.kernelbench.model_new import model_new, record_of, source_text
+from patcher.integrate.kernelbench.problem import assigned
 from patcher.judges.languages import device_kind
 
 CHECK_S = 600.0
 SCRIPT = """import json, runpy, sys
 import torch
+from torch.utils._pytree import tree_leaves
 
 problem, device = sys.argv[1:]
 theirs = runpy.run_path(problem)
 why = ""
 try:
     ours = runpy.run_path("answer.py")
-    init = theirs["get_init_inputs"]()
+    init, words = theirs["get_init_inputs"](), {}
+    if len(init) == 2 and isinstance(init[0], list) and isinstance(init[1], dict):
+        init, words = init
     for trial in range(5):
         modules = []
         for kind in (theirs["Model"], ours["ModelNew"]):
             torch.manual_seed(trial)
-            modules.append(kind(*init).to(device))
+            modules.append(kind(*init, **words).to(device))
         torch.manual_seed(trial)
         inputs = [x.to(device) if torch.is_tensor(x) else x for x in theirs["get_inputs"]()]
         with torch.no_grad():
-            right, found = (module(*inputs) for module in modules)
-        if right.shape != found.shape:
+            rights, founds = (tree_leaves(module(*inputs)) for module in modules)
+        if [each.shape for each in rights] != [each.shape for each in founds]:
             why = "another shape"
-        elif not torch.allclose(right, found, atol=1e-4, rtol=1e-4):
-            why = f"off by {float((right - found).abs().max()):.3g}"
+        for right, found in zip(rights, founds):
+            if not why and not torch.allclose(right, found, atol=1e-4, rtol=1e-4):
+                why = f"off by {float((right - found).abs().max()):.3g}"
         if why:
             break
 except Exception as error:
@@ -197,12 +202,14 @@ def with_changes(text: str, changed: dict[str, str]) -> str:
         UsageError: the record of the import cannot be read so.
     """
     tree = ast.parse(text)
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            said = changed.get(statement.targets[0].id)
-            if said is not None:
-                before, arrow, after = said.partition(" -> ")
-                if not arrow or before != ast.unparse(statement.value):
-                    raise UsageError("the problem changed since it was imported", "import it again")
-                statement.value = ast.parse(after, mode="eval").body
-    return ast.unparse(tree) if changed else text
+    left = set(changed)
+    for name, value, put in assigned(tree):
+        if name in changed:
+            before, arrow, after = changed[name].partition(" -> ")
+            if not arrow or before != ast.unparse(value):
+                raise UsageError("the problem changed since it was imported", "import it again")
+            put(ast.parse(after, mode="eval").body)
+            left.discard(name)
+    if left:
+        raise UsageError(f"the problem gives {min(left)} no value", "import it again")
+    return ast.unparse(ast.fix_missing_locations(tree)) if changed else text
