@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patcher.bench import UsageError, load_ops, read_source
+from patcher.bench import UsageError, load_ops
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import (
-    is_problem,
+    may_be_problem,
     read_problem,
     size_names,
     trace,
@@ -44,16 +44,10 @@ class Problems:
 
 
 def problem_files(path: Path) -> list[Path]:
-    """The problem files at a path: the file, or those of a folder and the folders below it."""
+    """The problem files at a path: the file, or those of a folder and the folders below it. Those
+    that cannot be read are among them, so that they are refused by name."""
     found = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return [each for each in found if each.suffix == ".py" and is_problem(_text(each))]
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_source(path).removeprefix("\ufeff")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return [each for each in found if each.suffix == ".py" and may_be_problem(each)]
 
 
 def own_problem_op(path: Path, precision: str, origin: str) -> tuple[str, dict[str, bytes]]:

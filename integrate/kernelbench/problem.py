@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from patcher.bench import Record, UsageError, parse_json, problem
+from patcher.bench import Record, UsageError, parse_json, problem, read_source
 from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.formats.foreign_contract import Refused
@@ -140,6 +140,24 @@ def is_problem(text: str) -> bool:
     return {"Model", "get_inputs", "get_init_inputs"} <= defined_names(text)
 
 
+def may_be_problem(path: Path) -> bool:
+    """Whether a file is a problem, or names a problem's parts and is no Python in UTF-8."""
+    try:
+        text = read_source(path).removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        text = path.read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return False
+    if is_problem(text):
+        return True
+    named = all(each in text for each in ("Model", "get_inputs", "get_init_inputs"))
+    try:
+        _parsed(path)
+    except Refused:
+        return named
+    return False
+
+
 def is_model_new(text: str) -> bool:
     """Whether a Python text is a KernelBench candidate."""
     return "ModelNew" in defined_names(text)
@@ -161,11 +179,13 @@ def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
         path: the file.
         scale: divides every top-level integer that stays at least `SMALLEST`.
         sizes: other values of top-level names; those that the file lacks are ignored.
+
+    Raises:
+        Refused: it is no Python in UTF-8.
     """
-    text = path.read_text(encoding="utf-8-sig")
-    tree = ast.parse(text)
+    text, tree = _parsed(path)
     changed: dict[str, str] = {}
-    for name, value, put in _assigned(tree):
+    for name, value, put in assigned(tree):
         before, new = ast.unparse(value), value
         if name in sizes:
             new = ast.Constant(sizes[name])
@@ -185,10 +205,21 @@ def read_problem(path: Path, scale: int, sizes: dict[str, int]) -> Problem:
 
 def size_names(path: Path) -> list[str]:
     """The names that a problem file gives values to at its top level."""
-    return [name for name, _, _ in _assigned(ast.parse(path.read_text(encoding="utf-8-sig")))]
+    try:
+        return [name for name, _, _ in assigned(_parsed(path)[1])]
+    except Refused:
+        return []
 
 
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr, Callable[[ast.expr], None]]]:
+def _parsed(path: Path) -> tuple[str, ast.Module]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return text, ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Refused(f"it is no Python in UTF-8: {plain(str(error))}") from error
+
+
+def assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr, Callable[[ast.expr], None]]]:
     """Names at the top level, each with its value and what puts another one there."""
     for statement in tree.body:
         match statement:
@@ -256,8 +287,9 @@ def trace(found: Problem) -> ProblemTrace:
         code, log = run_compiler(command, work, TRACE_S, {"PYTHONPATH": str(work)})
         told = plain_file(work / "trace.json", _LINES + 1) if code == 0 else None
         if told is None:
-            last = (log.strip().splitlines() or [f"exit code {code}"])[-1]
-            raise Refused(f"the sandbox ended its trace: {plain(last)}; a smaller --scale may help")
+            last = plain((log.strip().splitlines() or [f"exit code {code}"])[-1])
+            hint = "; a larger --scale may help" if code else ""
+            raise Refused(f"the sandbox ended its trace: {last}{hint}")
         if len(told) > _LINES:
             raise Refused("its trace is too large")
         try:

@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 from rich.console import Console
+from rich.text import Text
 
 from patcher.bench import MOST_THREADS, UsageError, WaitingError
 from patcher.commands.index import CommandIndex
+from patcher.visible import visible
 
 app = typer.Typer(
     name="patcher",
@@ -214,7 +216,8 @@ class Output:
             sys.stdout.write(json_text(content, indent=1))
             return
         for item in shown:
-            self.out.print(item)
+            safe = visible(item.plain) if isinstance(item, Text) else ""
+            self.out.print(Text(safe) if safe and safe != item.plain else item)
 
     @contextmanager
     def progress(self) -> Iterator[Any]:

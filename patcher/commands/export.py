@@ -10,6 +10,7 @@ from rich.text import Text
 
 from patcher.bench import UsageError
 from patcher.commands.console import Json, Output, app, examples
+from patcher.visible import one_line
 
 
 @app.command()
@@ -130,7 +131,8 @@ def import_(
             done = import_kernel(path, out, options, bar)
     lines = [f"{out / name}  {digest[:12]}" for name, digest in done.sources.items()]
     lines += [f"{out / name}: a new op" for name in done.ops]
-    lines += [f"  note: {each}" for each in done.notes]
-    lines += [f"  refused: {name}: {reason}" for name, reason in done.refused.items()]
+    lines += [f"  note: {one_line(each, 2000)}" for each in done.notes]
+    told = (f"{name}: {reason}" for name, reason in done.refused.items())
+    lines += [f"  refused: {one_line(each, 2000)}" for each in told]
     output.emit(done, *(Text(line) for line in lines))
     return 0

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import patcher
 
-from patcher.bench import Candidate, Language
+from patcher.bench import Candidate, Language, UsageError
 from patcher.bench.judge.drawing import drawn_points
 from patcher.bench.judge.op_calls import checked_results
+from patcher.bench.lab.own_check import OwnCheck, own_check, with_changes
 from patcher.bench.ops.op import Op
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.imports import own_problem_op
@@ -36,16 +38,20 @@ LINEAR = "nn.Linear(N, N)"
 COUNTER = "self.n = []; self.step = lambda: self.n.append(1) or len(self.n)"
 
 
+def text_of(module: tuple[str, ...]) -> str:
+    taken, result, inputs, init = (*module, *(X, "pass")[len(module) - 2 :])
+    text = PROBLEM.replace("TAKEN", taken).replace("RESULT", result).replace("INIT", init)
+    return text.replace("INPUTS", inputs)
+
+
 def imported(
     folder: Path,
     patch: pytest.MonkeyPatch,
     module: tuple[str, ...],
     precision: str = "fp32",
 ) -> tuple[Path, Op]:
-    taken, result, inputs, init = (*module, *(X, "pass")[len(module) - 2 :])
-    text = PROBLEM.replace("TAKEN", taken).replace("RESULT", result).replace("INIT", init)
     file = folder / "p_odd.py"
-    file.write_text(text.replace("INPUTS", inputs))
+    file.write_text(text_of(module))
     name, files = own_problem_op(file, precision, "a test")
     for path, data in files.items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -185,3 +191,32 @@ def test_the_problem_and_a_kernel_keep_their_own_names(
     candidate = Candidate(op=op.name, language=Language.TORCH, source=KERNEL)
     x = torch.randn(64, 32)
     assert run(model_new(candidate, file))["ModelNew"]()(x).equal(x * 7)
+
+
+def test_the_own_check_runs_any_result_at_the_sizes_of_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, op = imported(tmp_path, monkeypatch, ("x", "(x * 7, [x.sum(1)])"))
+    text = file.read_text()
+    candidate = candidate_of(op.name, text.replace("Model(", "ModelNew("))
+    assert own_check(candidate, file) == OwnCheck(accepted=True)
+    wrong = candidate.model_copy(update={"source": candidate.source.replace("sum", "mean")})
+    assert "off by" in own_check(wrong, file).why
+    assert "M: int = 16" in with_changes("M: int = 64\n", {"M": "64 -> 16"})
+    assert "8, 16" in with_changes("M, K = 64, 16", {"M": "64 -> 8"})
+    with pytest.raises(UsageError, match="no value"):
+        with_changes(text, {"M": "64 -> 16"})
+
+
+def test_what_is_left_out_is_named_and_no_name_is_obeyed(tmp_path: Path) -> None:
+    parts = "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ..."
+    (tmp_path / "1_red\x1b[31m.py").write_text(parts)
+    (tmp_path / "2_cut.py").write_text(parts + "(")
+    (tmp_path / "3_latin.py").write_bytes(b"# \xe9\n" + parts.encode())
+    (tmp_path / "4_helper.py").write_text("")
+    (tmp_path / "5_good.py").write_text(text_of(("x", "x * 2")))
+    done = patcher("import", ".", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    refused = [line.split(": ")[1] for line in done.stdout.splitlines() if "refused" in line]
+    assert refused == ["1_red<U+001B>[31m.py", "2_cut.py", "3_latin.py"]
