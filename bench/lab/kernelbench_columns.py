@@ -157,6 +157,9 @@ def main(words: Sequence[str]) -> int:
     except PatcherError as error:
         print(f"error: {error.message}; {error.hint}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: cannot write {given.out}: {error}; choose another --out", file=sys.stderr)
+        return 2
     print(f"{count} verdicts: {given.out / 'columns.toml'}")
     return 0
 

@@ -8,9 +8,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from patcher.bench import Candidate, Language, Record, UsageError
+from patcher.bench import Candidate, Language, Record, UsageError, write_atomically
 from patcher.bench.lab.kernelbench_narrow import ProblemRow, problem_row
 from patcher.bench.lab.kernelbench_shares import (
     GainShares,
@@ -36,6 +36,7 @@ from patcher.bench.lab.loop_runs import (
 from patcher.bench.lab.own_check import OwnCheck, own_check, runs_here
 from patcher.integrate.kernelbench.contract import PRECISIONS
 from patcher.integrate.kernelbench.model_new import record_of
+from patcher.integrate.kernelbench.problem import read_problem, shown
 from patcher.runs.run import Run
 from patcher.status import attempts
 
@@ -198,8 +199,11 @@ def check_all(
 ) -> list[CheckedCandidate]:
     """Run KernelBench's check on every candidate that the judge ran; `kept` has earlier answers.
     With its checkout, answers of another check, or of none, are asked for again."""
-    known = _CHECKS.validate_json(kept.read_bytes()) if kept.is_file() else {}
-    files = {path.name: path for path in sorted(problems.rglob("*.py"))}
+    try:
+        known = _CHECKS.validate_json(kept.read_bytes()) if kept.is_file() else {}
+    except ValidationError as error:
+        raise UsageError(f"{kept} is damaged", "move it away, and run the checks again") from error
+    files = sorted(problems.rglob("*.py"))
     checked = []
     for run, row in found:
         name = record_of(row.op)[1].file
@@ -212,10 +216,17 @@ def check_all(
             before = known.get(key)
             asked = before is not None and (checkout is None or before.by == "kernelbench")
             if before is None or not asked or (before.accepted is None and runs_here(row.language)):
-                if name not in files:
-                    raise UsageError(f"{problems} has no {name}", "give the folder of the problems")
-                known[key] = own_check(candidate, files[name], checkout)
-                kept.write_bytes(_CHECKS.dump_json(known, indent=1))
+                of_name = [path for path in files if shown(path) == name]
+                if len(of_name) > 1:  # of several levels
+                    problem = precision_of(row.op)[0]
+                    of_name = [
+                        each for each in of_name if read_problem(each, 1, {}).name == problem
+                    ]
+                if len(of_name) != 1:
+                    many = len(of_name) or "no"
+                    raise UsageError(f"{problems} has {many} {name}", "give the problems' folder")
+                known[key] = own_check(candidate, of_name[0], checkout)
+                write_atomically(kept, _CHECKS.dump_json(known, indent=1))
             said = known[key]
             own: dict[bool | None, Literal["accepted", "refused", "not run"]] = {
                 True: "accepted",

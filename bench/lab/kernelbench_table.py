@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.bench import PatcherError
+from patcher.bench import PatcherError, write_atomically
 from patcher.bench.lab.kernelbench_figures import (
     FAST,
     CheckedCandidate,
@@ -221,13 +221,16 @@ def main(words: Sequence[str]) -> int:
             given.answered_by,
             given.columns,
         )
+        text = markdown(table)
+        write_atomically(given.out / "README.md", text)
+        document = json.dumps(table.model_dump(mode="json"), indent=1) + "\n"
+        write_atomically(given.out / "table.json", document)
     except PatcherError as error:
         print(f"error: {error.message}; {error.hint}", file=sys.stderr)
         return error.exit_code
-    text = markdown(table)
-    (given.out / "README.md").write_text(text, encoding="utf-8")
-    document = json.dumps(table.model_dump(mode="json"), indent=1) + "\n"
-    (given.out / "table.json").write_text(document, encoding="utf-8")
+    except OSError as error:
+        print(f"error: cannot write {given.out}: {error}; choose another --out", file=sys.stderr)
+        return 2
     print(text, end="")
     return 0
 

@@ -243,6 +243,12 @@ def test_one_command_makes_the_table_and_its_figures(
 
     monkeypatch.setattr(kernelbench_figures, "own_check", never)
     assert main(words) == 0
+    (Path(words[2]) / "own-checks.json").write_text('{"cut')
+    assert main(words) == 2
+    assert "own-checks.json is damaged" in capsys.readouterr().err
+    (places / "a-file").touch()
+    assert main([words[0], "--out", str(places / "a-file")]) == 2
+    assert "choose another --out" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fixed_judge")
