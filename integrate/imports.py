@@ -35,6 +35,7 @@ from patcher.integrate.formats.foreign_schema import Definition, Solution, Trace
 from patcher.integrate.formats.foreign_source import candidate_from
 from patcher.integrate.formats.op_folder import op_files, own_op_files
 from patcher.integrate.kernelbench.imports import ProblemOptions, import_problems, problem_files
+from patcher.integrate.kernelbench.sol_execbench import sol_problems
 
 
 class ImportResult(Record):
@@ -107,7 +108,7 @@ def import_kernel(
         _own(path, result)
     elif (path / "definitions").is_dir():
         _dataset(path, result)
-    elif path.suffix == ".json" and path.is_file():
+    elif path.suffix == ".json" and path.is_file() and not sol_problems(path):
         definition = _record(Definition, path.read_bytes(), path.name)
         _definition(definition, [], [], result)
     elif found := problem_files(path):

@@ -7,15 +7,18 @@ import binascii
 import math
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from patcher.bench import DTYPES, Contract, Record, arithmetic_value, names_in
-from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.formats.foreign_contract import FLOATS, Refused
 from patcher.integrate.kernelbench.names import identifier
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, TracedTensor, plain
+from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
 
 SUPPORTED = ("float32", "int64", "int32")
+AS_GIVEN = "as given"
 POINTS = (4, 2, 1)
 """The sweep times the file's size of the swept axis divided by each of these."""
 
@@ -31,6 +34,21 @@ class PrecisionColumn:
     bits: int
     """Bits of mantissa of the planted control, which the judge must reject."""
     said: str
+    supported: tuple[str, ...] = SUPPORTED
+    """Dtypes of tensors."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the module computes in its own dtypes, not all in `number`."""
+        return self.number == AS_GIVEN
+
+
+def as_given(dtypes: Iterable[str]) -> PrecisionColumn:
+    """The column of a module with dtypes of its own, which are those of its tensors."""
+    found = set(dtypes)
+    bits = 4 if "bfloat16" in found else 6 if "float16" in found else 8
+    said = "each dtype as the module has it, with TF32 off: at most the module's own error"
+    return PrecisionColumn("", AS_GIVEN, False, bits, said, (*FLOATS, "int64", "int32"))
 
 
 PRECISIONS = {
@@ -81,7 +99,7 @@ class NamedTensor(Record):
     @property
     def given(self) -> bool:
         """Whether only the op's inputs.py chooses its values."""
-        return self.dtype != "float32" or self.drawn == "table" or self.triangle != ""
+        return self.dtype not in FLOATS or self.drawn == "table" or self.triangle != ""
 
     @property
     def summary(self) -> str:
@@ -111,13 +129,13 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
     trace = trace.model_copy(update={"tensors": ordered})
     taken = {problem.name + precision.suffix}
     names = {each.node: identifier(each.name, taken) for each in trace.tensors}
-    axes, fixed_axis = _axes(trace, names, taken)
+    axes, fixed_axis, own_axes = _axes(problem, trace, names, taken)
     read = [
         NamedTensor(
             name=names[each.node],
             kind=each.kind,
             target=each.target,
-            dtype=_supported(each.dtype, names[each.node]),
+            dtype=_supported(each.dtype, names[each.node], precision),
             shape=_shape(each.shape, axes, fixed_axis if index == 0 else "") or ("1",),
             drawn=each.drawn,
             low=each.low,
@@ -142,11 +160,13 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
         for each in read
     ]
     for index, output in enumerate(trace.outputs):
-        name = identifier("output" if len(trace.outputs) == 1 else f"output_{index}", taken)
+        own = problem.outputs[index] if len(problem.outputs) == len(trace.outputs) else ""
+        usual = "output" if len(trace.outputs) == 1 else f"output_{index}"
+        name = identifier(own or usual, taken)
         tensors.append(
             {
                 "name": name,
-                "dtype": _supported(output.dtype, name),
+                "dtype": _supported(output.dtype, name, precision),
                 "shape": _shape(output.shape, axes, "") or ("1",),
                 "access": "write",
                 "summary": f"result {index} of forward",
@@ -154,12 +174,12 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
         )
     if precision.suffix and all(each.dtype != "float32" for each in trace.outputs):
         raise Refused("its result holds integers, which have no tolerance: import it as fp32")
-    contract = _contract(problem, trace, precision, tensors, axes, fixed_axis)
+    notes = [plain(each) for each in trace.notes]
+    contract = _contract(problem, trace, precision, tensors, axes, fixed_axis, own_axes, notes)
     arguments = [
         {"tensor": names[_node(trace, each["tensor"])]} if "tensor" in each else each
         for each in trace.arguments
     ]
-    notes = [plain(each) for each in trace.notes]
     if problem.changed:
         notes.append(f"sizes differ from the file's: {_changes(problem)}")
     if not trace.sizes:
@@ -183,31 +203,37 @@ def _changes(problem: Problem) -> str:
     return ", ".join(f"{name}: {change}" for name, change in problem.changed.items())
 
 
-def _supported(dtype: str, name: str) -> str:
-    if dtype not in SUPPORTED:
-        raise Refused(f"{name} is {dtype[:20]}; an op of this import has {', '.join(SUPPORTED)}")
+def _supported(dtype: str, name: str, precision: PrecisionColumn) -> str:
+    if dtype not in precision.supported:
+        known = ", ".join(precision.supported)
+        raise Refused(f"{name} is {dtype[:20]}; an op of this import has {known}")
     return dtype
 
 
 def _axes(
-    trace: ProblemTrace, names: dict[str, str], taken: set[str]
-) -> tuple[dict[str, str], str]:
-    """The axis of each symbol; without any, an axis that has one size."""
+    problem: Problem, trace: ProblemTrace, names: dict[str, str], taken: set[str]
+) -> tuple[dict[str, str], str, dict[str, str]]:
+    """The axis of each symbol; without any, an axis that has one size. And the problem's own names
+    of axes, by the op's."""
     axes: dict[str, str] = {}
+    own_axes: dict[str, str] = {}
     for each in trace.tensors:
         for index, size in enumerate(each.shape):
             if size in trace.symbols and size not in axes and trace.sizes:
-                axes[size] = identifier(f"{names[each.node]}_{index}", taken)
+                own = dict(enumerate(problem.axes.get(each.name, ()))).get(index)
+                axes[size] = identifier(own or f"{names[each.node]}_{index}", taken)
+                if own:
+                    own_axes[axes[size]] = own
     if axes and set(axes) != set(trace.symbols):
         raise Refused("its sizes depend on one that no input has")
     if axes:
-        return axes, ""
+        return axes, "", own_axes
     first = trace.tensors[0] if trace.tensors else None
     if first is None or not first.shape:
         raise Refused("its first input has no axes")
     alone = identifier(f"{names[first.node]}_0", taken)
     # every symbol becomes its size
-    return {name: str(symbol.size) for name, symbol in trace.symbols.items()}, alone
+    return {name: str(symbol.size) for name, symbol in trace.symbols.items()}, alone, {}
 
 
 def _shape(sizes: tuple[str, ...], axes: dict[str, str], alone: str) -> tuple[str, ...]:
@@ -252,6 +278,8 @@ def _contract(
     tensors: list[dict[str, Any]],
     axes: dict[str, str],
     alone: str,
+    own_axes: dict[str, str],
+    notes: list[str],
 ) -> Contract:
     if alone:
         size = int(_renamed(trace.tensors[0].shape[0], axes))
@@ -276,6 +304,16 @@ def _contract(
         step = limits[swept]["multiple_of"]
         values = sorted({sizes[swept] // each for each in POINTS if sizes[swept] // each >= least})
         values = [each for each in values if each % step == 0] or [sizes[swept]]
+    if not alone and problem.workloads:
+        least_of = {axis: limit["minimum"] for axis, limit in limits.items()}
+        given = chosen(problem.workloads, own_axes, sizes, least_of)
+        if given is None:
+            raise Refused("its graph takes the sizes of no workload")
+        swept, values = given.axis, list(given.values)
+        sizes = {**given.fixed, swept: values[-1]}
+        hidden += [{"axes": each} for each in given.checked if {"axes": each} not in hidden]
+        if given.unjudged:
+            notes.append(_unjudged(given.unjudged, len(problem.workloads)))
     fixed = {axis: size for axis, size in sizes.items() if axis != swept}
     dtypes = list(dict.fromkeys(str(each["dtype"]) for each in tensors))
     point = {"dtypes": {each: each for each in dtypes}, "axis": swept, "values": values}
@@ -303,6 +341,13 @@ def _contract(
                 "rewritable": True,  # a sum over a product's columns needs no product
             },
         }
+    )
+
+
+def _unjudged(count: int, every: int) -> str:
+    return (
+        f"{count} of {every} workloads are not judged: {MOST_CHECKED} are checked besides the "
+        "timed ones, of sizes that the graph takes"
     )
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from patcher.bench import UsageError, load_ops
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.contract import PRECISIONS, PrecisionColumn, op_of
+from patcher.integrate.kernelbench.contract import (
+    PRECISIONS,
+    PrecisionColumn,
+    as_given,
+    op_of,
+)
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import (
     may_be_problem,
@@ -16,6 +21,12 @@ from patcher.integrate.kernelbench.problem import (
     size_names,
     trace,
     trace_own,
+)
+from patcher.integrate.kernelbench.sol_execbench import (
+    is_sol,
+    read_sol_problem,
+    sol_problems,
+    sol_size_names,
 )
 
 
@@ -46,6 +57,8 @@ class Problems:
 def problem_files(path: Path) -> list[Path]:
     """The problem files at a path: the file, or those of a folder and the folders below it. Those
     that cannot be read are among them, so that they are refused by name."""
+    if of_sol := sol_problems(path):
+        return of_sol
     found = [path] if path.is_file() else sorted(path.rglob("*.py"))
     return [each for each in found if each.suffix == ".py" and may_be_problem(each)]
 
@@ -91,12 +104,17 @@ def import_problems(
     from patcher.bench.sandbox.policy import sandbox_description
 
     columns = [_column(name) for name in options.precisions]
+    if any(is_sol(path) for path in paths) and options.precisions != ProblemOptions.precisions:
+        raise UsageError(
+            "a problem of SOL-ExecBench has dtypes of its own", "leave out --precision"
+        )
     _require_names(paths, options.sizes)
     result = Problems()
     names = [path.name for path in paths]
     for done, path in enumerate(paths):
         # levels may have files of one name
         label = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
+        label = path.parent.name if is_sol(path) else label
         if on_progress:
             on_progress(f"trace ({path.stem})", done, len(paths))
         known = set(result.files)
@@ -118,7 +136,13 @@ def import_problems(
 
 
 def _require_names(paths: list[Path], sizes: Mapping[str, int]) -> None:
-    known = list(dict.fromkeys(name for path in paths for name in size_names(path)))
+    known = list(
+        dict.fromkeys(
+            name
+            for path in paths
+            for name in (sol_size_names if is_sol(path) else size_names)(path)
+        )
+    )
     if unknown := [name for name in sizes if name not in known]:
         told = f"the names there: {', '.join(known)}" if known else "leave --size out"
         raise UsageError(f"no problem file gives {unknown[0]!r} a value at its top level", told)
@@ -133,8 +157,12 @@ def _column(name: str) -> PrecisionColumn:
 def _one(
     path: Path, columns: list[PrecisionColumn], options: ProblemOptions, result: Problems
 ) -> None:
-    problem = read_problem(path, options.scale, options.sizes)
+    read = read_sol_problem if is_sol(path) else read_problem
+    problem = read(path, options.scale, options.sizes)
     traced = trace(problem)
+    if is_sol(path):
+        kinds = [each.dtype for each in traced.tensors] + [each.dtype for each in traced.outputs]
+        columns = [as_given(kinds)]
     for column in columns:
         op = op_of(problem, traced, column)
         name = op.contract.name

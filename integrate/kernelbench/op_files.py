@@ -31,7 +31,8 @@ def op_files(
         Refused: its graph does more than compute.
     """
     contract = op.contract
-    body = Body(trace, op.nodes)
+    body = Body(trace, op.nodes, "number" if precision.kept else "none")
+    as_run = Body(trace, op.nodes, "own") if precision.kept else body
     names = [each.name for each in contract.tensors]
     read = [each.name for each in op.tensors]
     written = tuple(each.name for each in contract.written)
@@ -42,10 +43,12 @@ def op_files(
         "names": ", ".join(names),
         "read": ", ".join(read),
         "body": "\n    ".join([*body.lines, f"return ({', '.join(body.results)},)"]),
+        "as_run": "\n    ".join([*as_run.lines, f"return ({', '.join(as_run.results)},)"]),
         "outputs": written,
         "bits": precision.bits,
         "said": precision.said,
-        "number": precision.number,
+        "called": (_KEPT if precision.kept else _CAST).format(read=", ".join(read)),
+        "number": "float32" if precision.kept else precision.number,
         "tf32": precision.tf32,
         "tensors": _rows(op.tensors),
         "triangles": _triangles(op.tensors),
@@ -209,10 +212,13 @@ def make(point, generator, regime):
     written = {{
         {written}
     }}
-    tensors = {{name: _drawn(row, generator, regime) for name, row in read.items()}}
+    tensors = {{
+        name: _drawn(row, generator, regime).to(getattr(torch, row[0]))
+        for name, row in read.items()
+    }}
 {triangles}    for name, (dtype, shape) in written.items():
-        fill = math.nan if dtype == "float32" else -1
         kind = getattr(torch, dtype)
+        fill = math.nan if kind.is_floating_point else -1
         tensors[name] = torch.full(shape, fill, dtype=kind, device=generator.device)
     return tensors
 
@@ -240,6 +246,11 @@ def _drawn(row, generator, regime):
     return mean + std * torch.randn(shape, **given)
 '''
 
+_CAST = """given = [each.to(NUMBER) if each.is_floating_point() else each for each in ({read},)]
+    values = module(*given, NUMBER)
+    return tuple(each.float() if each.is_floating_point() else each for each in values)"""
+_KEPT = "return module({read}, NUMBER)"
+
 BASELINES = '''"""The module of {title}, eager and compiled: {said}."""
 
 import torch
@@ -249,13 +260,11 @@ NUMBER = torch.{number}
 
 
 def module({read}, number):
-    {body}
+    {as_run}
 
 
 def _module({names}):
-    given = [each.to(NUMBER) if each.is_floating_point() else each for each in ({read},)]
-    values = module(*given, NUMBER)
-    return tuple(each.float() if each.is_floating_point() else each for each in values)
+    {called}
 
 
 def _with_setting(function):

@@ -133,6 +133,12 @@ class Problem(Record):
     """Sizes that differ from the file's, by name: `1024 -> 64`."""
     origin: str = "KernelBench"
     """Who wrote it."""
+    axes: dict[Name, tuple[str, ...]] = Field(default_factory=dict)
+    """Names of the axes of its inputs, where it has such; empty for a size that is fixed."""
+    outputs: tuple[Name, ...] = ()
+    """Names of its results, where it has such."""
+    workloads: tuple[dict[str, int], ...] = ()
+    """Sizes by these names, where it comes with such; else its own sizes are timed."""
 
 
 def is_problem(text: str) -> bool:

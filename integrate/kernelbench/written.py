@@ -8,7 +8,7 @@ number, and an argument only if it is a number, a dtype, a name or a short word.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.names import identifier
@@ -38,9 +38,17 @@ def _silent(name: str, step: TracedStep) -> bool:
 
 
 class Body:
-    """The statements of `module`, with the names of what they read."""
+    """The statements of `module`, with the names of what they read.
 
-    def __init__(self, trace: ProblemTrace, names: dict[str, str]) -> None:
+    Args:
+        dtypes: `none`: a graph of float32, whose numbers are of the dtype `number`; `number`: so is
+            each floating-point dtype of the graph; `own`: it stays as it is.
+    """
+
+    def __init__(
+        self, trace: ProblemTrace, names: dict[str, str], dtypes: Literal["none", "number", "own"]
+    ) -> None:
+        self.dtypes = dtypes
         self.names = dict(names)
         """Python's names of the graph's nodes."""
         taken = {text.partition(".")[0] for text in names.values()}
@@ -55,6 +63,10 @@ class Body:
         for output in trace.outputs:
             name = self._named(output.node)
             self.results.append(name if output.shape else f"{name}.reshape(1)")
+
+    @property
+    def _floats(self) -> tuple[str, ...]:
+        return () if self.dtypes == "none" else ("bfloat16", "float16", "float64")
 
     def _named(self, node: str) -> str:
         if node not in self.names:
@@ -121,8 +133,8 @@ class Body:
                 return self._named(node)
             case {"list": list(items)}:
                 return f"[{', '.join(map(self._argument, items))}]"
-            case {"dtype": "float32"}:
-                return "number"
+            case {"dtype": str(dtype)} if dtype in ("float32", *self._floats):
+                return "number" if self.dtypes != "own" else f"torch.{dtype}"
             case {"dtype": str(dtype)} if dtype in EXACT:
                 return f"torch.{dtype}"
             case {"dtype": str(dtype)}:

@@ -41,7 +41,8 @@ def _form(spec: Any, count: Iterator[int]) -> Any:
 class Graph:
     """An exported program as plain data."""
 
-    def __init__(self, program: Any, module: Any, inputs: list[Any]) -> None:
+    def __init__(self, program: Any, module: Any, inputs: list[Any], ones: bool = False) -> None:
+        self.ones = ones
         self.program, self.module, self.inputs = program, module, inputs
         self.forward = list(inspect.signature(module.forward).parameters)
         self.symbols: dict[str, dict[str, Any]] = {}
@@ -95,7 +96,7 @@ class Graph:
             if node.op == "call_function" and node.name in used
         ]
         outputs = [self._output(nodes[name]) for name in results]
-        sizes = tried(self.program, self.module, self.inputs, self.symbols, self.notes)
+        sizes = tried(self.program, self.module, self.inputs, self.symbols, self.notes, self.ones)
         return {
             "tensors": tensors,
             "arguments": arguments,

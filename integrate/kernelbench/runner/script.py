@@ -41,8 +41,8 @@ def trace(path: str) -> dict[str, Any]:
         init, keywords = init
     module = names["Model"](*init, **keywords)
     inputs = given(module, inputs)
-    program = exported(module, inputs)
-    found = Graph(program, module, inputs)
+    program = exported(module, inputs, names.get("FREE_AXES"))
+    found = Graph(program, module, inputs, ones="FREE_AXES" in names)
     return {
         "init": [literal(each) for each in init],
         "keywords": {name: literal(each) for name, each in keywords.items()},
@@ -70,20 +70,26 @@ def given(module: Any, inputs: list[Any]) -> list[Any]:
     return inputs
 
 
-def exported(module: Any, inputs: list[Any]) -> Any:
-    """The module's graph, with all sizes free, or only the first of each input, or none."""
+def exported(module: Any, inputs: list[Any], free_axes: dict[str, list[int]] | None = None) -> Any:
+    """The module's graph, with all sizes free, or only the first of each input, or none.
+
+    Args:
+        free_axes: those that may be free, by the names of inputs; None: all.
+    """
     import torch
     from torch.export import Dim
 
-    def free(value: Any, axes: int) -> Any:
+    def free(name: str, value: Any, axes: int) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
-        return dict.fromkeys(range(min(axes, value.dim())), Dim.AUTO) or None
+        known = range(min(axes, value.dim()))
+        mine = known if free_axes is None else [each for each in free_axes[name] if each in known]
+        return dict.fromkeys(mine, Dim.AUTO) or None
 
     names = list(inspect.signature(module.forward).parameters)[: len(inputs)]
     last: Exception | None = None
     for axes in (99, 1, 0):
-        shapes = {name: free(each, axes) for name, each in zip(names, inputs, strict=True)}
+        shapes = {name: free(name, each, axes) for name, each in zip(names, inputs, strict=True)}
         try:
             with torch.no_grad():
                 program = torch.export.export(module, tuple(inputs), dynamic_shapes=shapes)

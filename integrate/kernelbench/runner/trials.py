@@ -9,11 +9,19 @@ from .values import Unfit
 
 
 def tried(
-    program: Any, module: Any, inputs: list[Any], symbols: dict[str, Any], notes: list[str]
+    program: Any,
+    module: Any,
+    inputs: list[Any],
+    symbols: dict[str, Any],
+    notes: list[str],
+    ones: bool = False,
 ) -> list[dict[str, int]]:
     """Other sizes of the symbols at which the module itself gives what the graph gives.
 
     Each symbol is given its size in the file; the first, which is swept, what it is a multiple of.
+
+    Args:
+        ones: whether sizes of 1 are tried, too.
     """
     trials = Trials(program, module, inputs)
     for name, symbol in symbols.items():
@@ -21,6 +29,8 @@ def tried(
             raise Unfit("its sizes depend on values")
         symbol["size"] = trials.now[name]
     kept = trials.smaller(symbols, notes)
+    if ones and kept:
+        trials.at_one(symbols, notes)
     return trials.swept(kept, symbols, notes) if kept else trials.none()
 
 
@@ -83,6 +93,22 @@ class Trials:
             why = why or next(filter(None, said))
         notes.append(f"not where its first size alone is another: {why}")
         return []
+
+    def at_one(self, symbols: dict[str, Any], notes: list[str]) -> None:
+        """torch.export says of a free size that it is at least 2: try 1, alone and everywhere."""
+        small = {name: min(size, 3) for name, size in self.now.items()}
+        if any(symbols[name]["least"] > 2 for name in small):
+            return
+        for sizes in [*({**small, name: 1} for name in small), dict.fromkeys(small, 1)]:
+            try:
+                why = self.fails(sizes)
+            except Unfit as reason:
+                why = str(reason)
+            if why:
+                notes.append(f"not where sizes are 1: {why}")
+                return
+        for symbol in symbols.values():
+            symbol["least"] = 1
 
     def none(self) -> list[dict[str, int]]:
         """Check that a module of one size takes any integers."""
