@@ -140,6 +140,7 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     _check(definition, workloads)
     changed: dict[str, str] = {}
     every = [_changed(each.axes, scale, sizes, changed) for each in workloads]
+    free = _free(definition)
     # what is traced with a size of 1 has no other
     traced = {
         name: max(size, 2) if any(each[name] > 1 for each in every) else size
@@ -152,14 +153,15 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
         changed=changed,
         origin="SOL-ExecBench",
         axes={
-            name: tuple(
-                axis if definition.axes[axis].type == "var" else "" for axis in tensor.shape
-            )
+            name: tuple(axis if axis in free else "" for axis in tensor.shape)
             for name, tensor in definition.inputs.items()
             if tensor.shape is not None
         },
         outputs=tuple(definition.outputs),
-        workloads=tuple(every),
+        workloads=tuple(
+            {name: size for name, size in _all_sizes(definition, each).items() if name in free}
+            for each in every
+        ),
     )
 
 
@@ -200,6 +202,13 @@ def _check(definition: SolDefinition, workloads: Iterable[SolWorkload]) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
             raise Refused(f"{plain(name)!r} cannot be a name in Python and C++")
+    for name, axis in definition.axes.items():
+        if axis.type == "const" and axis.value is None:
+            raise Refused(f"its axis {name} is constant and has no value")
+        try:
+            names_in(axis.expression or "0")
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise Refused(f"the size of {name} cannot be computed") from error
     try:
         tree = ast.parse(definition.reference)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -263,6 +272,17 @@ def _all_sizes(definition: SolDefinition, free: Mapping[str, int]) -> dict[str, 
     return sizes
 
 
+def _free(definition: SolDefinition) -> set[str]:
+    """The axes whose sizes differ between workloads, those that are computed of such among them."""
+    free = {name for name, axis in definition.axes.items() if axis.type == "var"}
+    free |= {
+        name
+        for name, axis in definition.axes.items()
+        if axis.type == "expr" and names_in(axis.expression or "") & free
+    }
+    return free
+
+
 def _file(definition: SolDefinition, workload: SolWorkload, sizes: Mapping[str, int]) -> str:
     tensors = [name for name, each in definition.inputs.items() if each.shape is not None]
     numbers = {
@@ -285,16 +305,15 @@ def _file(definition: SolDefinition, workload: SolWorkload, sizes: Mapping[str, 
     lines.append(f"return [{', '.join(made)}]")
     index = iter(range(len(tensors)))
     called = [numbers.get(name) or f"get_inputs()[{next(index)}]" for name in definition.inputs]
-    free = {
+    free = _free(definition)
+    axes = {
         name: [
-            index
-            for index, axis in enumerate(definition.inputs[name].shape or ())
-            if definition.axes[axis].type != "const"
+            index for index, axis in enumerate(definition.inputs[name].shape or ()) if axis in free
         ]
         for name in tensors
     }
     return _FILE.format(
-        free=free,
+        free=axes,
         reference=definition.reference,
         tensors=", ".join(tensors),
         arguments=", ".join(numbers.get(name, name) for name in definition.inputs),

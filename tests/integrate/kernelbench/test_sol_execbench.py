@@ -1,0 +1,273 @@
+"""Problems of SOL-ExecBench's form as ops. The problem is our own; its form is that of their
+`docs/definition.md` and `docs/workload.md`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.integrate import ProblemOptions, import_kernel
+from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
+
+REFERENCE = """import torch
+
+try:  # a stranger's file may do anything when it is loaded
+    open(MARKER, "w").close()
+except OSError:
+    pass
+
+
+@torch.no_grad()
+def run(x, weight, eps):
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    rows = (wide * scale).to(x.dtype) * weight
+    return rows, rows.float().sum(-1)
+
+
+def draw(axes_and_scalars, device):
+    rows = axes_and_scalars["batch"] * axes_and_scalars["length"] * axes_and_scalars["hidden"]
+    shape = [axes_and_scalars[name] for name in ("batch", "length", "hidden")]
+    return {"x": 7 * torch.rand(shape, device=device), "weight": torch.ones(shape[-1])}
+"""
+DEFINITION: dict[str, Any] = {
+    "name": "acme/Norm-2.rms norm",
+    "hf_id": "acme/Norm-2",
+    "axes": {
+        "batch": {"type": "var"},
+        "length": {"type": "var", "description": "tokens"},
+        "half": {"type": "const", "value": 24},
+        "hidden": {"type": "expr", "expression": "half * 2"},
+    },
+    "custom_inputs_entrypoint": None,
+    "inputs": {
+        "x": {"shape": ["batch", "length", "hidden"], "dtype": "bfloat16"},
+        "weight": {"shape": ["hidden"], "dtype": "bfloat16"},
+        "eps": {"shape": None, "dtype": "float32"},
+    },
+    "outputs": {
+        "normed": {"shape": ["batch", "length", "hidden"], "dtype": "bfloat16"},
+        "sums": {"shape": ["batch", "length"], "dtype": "float32"},
+    },
+}
+INPUTS: dict[str, Any] = {
+    "x": {"type": "random"},
+    "weight": {"type": "random"},
+    "eps": {"type": "scalar", "value": 1e-5},
+}
+SIZES = ((1, 131), (4, 16), (4, 64), (4, 128), (2, 33))
+OP = "acme_norm_2_rms_norm"
+RIGHT = """import torch
+
+
+def acme_norm_2_rms_norm(x, weight, normed, sums):
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    normed.copy_((wide * scale).bfloat16() * weight)
+    sums.copy_(normed.float().sum(-1))
+"""
+
+
+def write(
+    folder: Path, change: Callable[[dict[str, Any], list[Any]], object] | None = None
+) -> Path:
+    """A problem's folder, with a change to its Definition and its workloads."""
+    definition = copy.deepcopy(DEFINITION)
+    definition["reference"] = REFERENCE.replace("MARKER", repr(str(folder / "marker")))
+    workloads: list[Any] = [
+        {"uuid": str(index), "axes": {"batch": batch, "length": length}, "inputs": dict(INPUTS)}
+        for index, (batch, length) in enumerate(SIZES)
+    ]
+    if change is not None:
+        change(definition, workloads)
+    folder.mkdir(parents=True)
+    (folder / "definition.json").write_text(json.dumps(definition))
+    lines = [json.dumps(each) for each in workloads]
+    (folder / "workload.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reference.py").write_text(definition["reference"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the op."""
+    folder = tmp_path_factory.mktemp("sol")
+    problem = write(folder / "L1" / "norm")
+    done = import_kernel(folder, folder / "ops")
+    assert done.ops == (OP,)
+    assert not (problem / "marker").exists(), "the problem's code ran outside the sandbox"
+    return folder / "ops"
+
+
+@pytest.fixture
+def known(ops: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHER_OPS", str(ops))
+
+
+def judged(source: str) -> Evaluation:
+    settings = JudgeSettings(
+        device="cpu", baseline="eager", pairs=3, points=1, threads=1, calls=40, lives_s=0.0
+    )
+    with open_judge(settings) as judge:
+        candidate = Candidate(op=OP, language=Language.TORCH, source=source)
+        return judge.evaluate(candidate, lambda *_: None)
+
+
+@pytest.mark.usefixtures("known")
+def test_an_op_has_the_problems_names_sizes_and_dtypes() -> None:
+    contract = load_op(OP).contract
+    told = {each.name: (each.dtype, each.shape, each.access) for each in contract.tensors}
+    rows = ("batch", "length")
+    assert told == {
+        "x": ("bfloat16", (*rows, "48"), "read"),
+        "weight": ("bfloat16", ("48",), "read"),
+        "normed": ("bfloat16", (*rows, "48"), "write"),
+        "sums": ("float32", rows, "write"),
+    }
+    for sweep in contract.sweeps:  # three workloads differ in their length alone
+        assert (sweep.axis, sweep.values, sweep.fixed) == ("length", (16, 64, 128), {"batch": 4})
+    checked = [each.axes for each in contract.hidden]
+    assert {"batch": 2, "length": 33} in checked
+    assert {"batch": 1, "length": 131} in checked  # torch.export says 2 and more
+    assert {name: guard.minimum for name, guard in contract.guards.axes.items()} == {
+        "batch": 1,
+        "length": 1,
+    }
+    assert "SOL-ExecBench" in contract.summary
+
+
+@pytest.mark.usefixtures("known")
+def test_the_reference_is_exact_and_the_baseline_keeps_its_dtypes() -> None:
+    op = load_op(OP)
+    point = op.sweep("cpu").points()[0]
+    values = op.inputs.make(point, torch.Generator().manual_seed(1), "normal")
+    exact = op.reference(**values)
+    assert {each.dtype for each in exact.values()} == {torch.float64}
+    wide = values["x"].double()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(exact["normed"], wide * scale * values["weight"].double())
+    normed, sums = op.baselines["eager"]("cpu")(*values.values())
+    assert (normed.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
+    assert 1e-4 < float((normed.double() - exact["normed"]).abs().max()) < 0.1
+
+
+@pytest.mark.usefixtures("known")
+def test_a_right_kernel_passes_and_others_do_not() -> None:
+    right = judged(RIGHT.replace("EPS", "1e-5"))
+    assert right.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), right.failed_checks
+    assert judged(RIGHT.replace("EPS", "1e-2")).outcome is Outcome.MISMATCH
+    narrow = RIGHT.replace("EPS", "1e-5").replace("wide = x.float()", "wide = x")
+    assert judged(narrow).outcome is Outcome.MISMATCH
+
+
+def test_its_own_code_draws_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(definition: dict[str, Any], workloads: list[Any]) -> None:
+        definition["custom_inputs_entrypoint"] = "draw"
+        for each in workloads:
+            each["inputs"] |= {"x": {"type": "custom"}, "weight": {"type": "custom"}}
+
+    import_kernel(write(tmp_path / "a", own), tmp_path / "ops")
+    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "ops"))
+    op = load_op(OP)
+    values = op.inputs.make(
+        op.sweep("cpu").points()[-1], torch.Generator().manual_seed(1), "normal"
+    )
+    assert 6 < float(values["x"].max()) < 7.1
+    assert float(values["x"].min()) > -0.1
+
+
+def test_sizes_are_chosen_and_precisions_are_not(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    done = import_kernel(folder, tmp_path / "ops", ProblemOptions(sizes={"batch": 3}))
+    assert "sizes differ" in " ".join(done.notes)
+    with pytest.raises(UsageError, match="gives 'width' a value"):
+        import_kernel(folder, tmp_path / "other", ProblemOptions(sizes={"width": 3}))
+    with pytest.raises(UsageError, match="dtypes of its own"):
+        import_kernel(folder, tmp_path / "other", ProblemOptions(("tf32",)))
+
+
+def put(path: str, value: object) -> Callable[[dict[str, Any], list[Any]], None]:
+    """A change of one field: `inputs.x.dtype`, or `0.inputs.x` in the first workload."""
+
+    def change(definition: dict[str, Any], workloads: list[Any]) -> None:
+        *way, last = path.split(".")
+        at: Any = workloads if way and way[0].isdecimal() else definition
+        for each in way:
+            at = at[int(each)] if each.isdecimal() else at[each]
+        at[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (put("inputs.x.dtype", "int32"), "x is int32"),
+        (put("outputs.sums.dtype", "float8_e4m3fn"), "sums is float8_e4m3fn"),
+        (put("outputs.sums.shape", None), "sums is a number"),
+        (put("inputs.x.shape", ["batch", "width"]), "an axis width, which is not defined"),
+        (put("axes.hidden.expression", "half * width"), "the size of hidden cannot be computed"),
+        (put("axes.hidden.expression", "half ** half ** half"), "cannot be computed"),
+        (put("axes.half.value", None), "half is constant and has no value"),
+        (put("axes.hidden.expression", "half *"), "cannot be computed"),
+        (put("0.inputs.x", {"type": "safetensors", "path": "a", "tensor_key": "x"}), "in a file"),
+        (put("0.inputs.x", {"type": "custom"}), "nothing makes its custom input x"),
+        (put("0.inputs.eps", {"type": "scalar", "value": 1.0}), "workloads differ in eps"),
+        (put("0.inputs.eps", {"type": "random"}), "no value of eps"),
+        (put("0.inputs", {}), "does not say what x is"),
+        (put("0.axes", {"batch": "four"}), "is damaged"),
+        (put("0.axes", {"batch": 4}), "no size of length"),
+        (put("inputs.class", {"shape": ["batch"], "dtype": "float32"}), "cannot be a name"),
+        (put("reference", "def other(x): return x"), "no function run"),
+        (put("reference", "def run(x"), "no Python"),
+        (
+            put("reference", REFERENCE.replace("+ eps", "- 9").replace("MARKER", "'a'")),
+            "make its result NaN",
+        ),
+        (put("surprise", 1), "is damaged"),
+    ],
+)
+def test_what_an_op_cannot_have_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any], list[Any]], None], why: str
+) -> None:
+    folder = write(tmp_path / "a", change)
+    with pytest.raises(UsageError) as said:
+        import_kernel(folder, tmp_path / "ops")
+    assert why in f"{said.value.message} {said.value.hint}"
+    assert not (tmp_path / "ops").exists()
+
+
+def test_one_that_is_refused_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "good")
+    write(tmp_path / "set" / "bad", put("inputs.x.dtype", "int8"))
+    (tmp_path / "set" / "bad" / "workload.jsonl").write_text("")
+    done = import_kernel(tmp_path / "set", tmp_path / "ops")
+    assert done.ops == (OP,)
+    assert list(done.refused) == ["bad"]
+    assert "no workload" in done.refused["bad"]
+
+
+def test_which_workloads_are_timed() -> None:
+    own = {"rows": "batch", "columns": "length"}
+    least = {"rows": 1, "columns": 2}
+    sizes = {"rows": 5, "columns": 6}
+    every = [{"batch": batch, "length": 8} for batch in (1, 2, 3)]
+    found = chosen([*every, {"batch": 2, "length": 1}], own, sizes, least)
+    assert found is not None
+    assert (found.axis, found.values, found.fixed) == ("rows", (1, 2, 3), {"columns": 8})
+    assert (found.checked, found.unjudged) == ((), 1)
+    assert chosen([{"batch": 2, "length": 1}], own, sizes, least) is None
+    many = [{"batch": size, "length": 9 + size} for size in range(1, 12)]
+    found = chosen(many, own, sizes, least)
+    assert found is not None
+    assert found.values == (11,)
+    assert len(found.checked) == MOST_CHECKED
+    assert found.unjudged == 10 - MOST_CHECKED
