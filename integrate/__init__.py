@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         import_problems,
         own_problem_op,
         problem_files,
+        sizes_of,
     )
     from patcher.integrate.kernelbench.model_new import write_model_new
-    from patcher.integrate.kernelbench.problem import sizes_of
     from patcher.integrate.measuring import activated, await_engine, worker_receipts
     from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
     from patcher.integrate.recorders import recorder
@@ -61,7 +61,7 @@ _LAZY = {
     "import_problems": "patcher.integrate.kernelbench.imports",
     "own_problem_op": "patcher.integrate.kernelbench.imports",
     "problem_files": "patcher.integrate.kernelbench.imports",
-    "sizes_of": "patcher.integrate.kernelbench.problem",
+    "sizes_of": "patcher.integrate.kernelbench.imports",
     "write_model_new": "patcher.integrate.kernelbench.model_new",
     "prepare": "patcher.integrate.activation",
     "Recorder": "patcher.integrate.recording",

@@ -25,7 +25,7 @@ from pathlib import Path
 from patcher.bench import Language, PatcherError, UsageError, load_op
 from patcher.bench.lab.kernelbench_figures import gather
 from patcher.bench.lab.kernelbench_shares import KERNEL, MODULE, precision_of
-from patcher.integrate.kernelbench.contract import PRECISIONS
+from patcher.integrate.kernelbench.columns import PRECISIONS
 from patcher.status import attempts
 
 OTHERS = ("fp32", "bf16")

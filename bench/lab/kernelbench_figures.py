@@ -34,7 +34,7 @@ from patcher.bench.lab.loop_runs import (
     share_of,
 )
 from patcher.bench.lab.own_check import OwnCheck, own_check, runs_here
-from patcher.integrate.kernelbench.contract import PRECISIONS
+from patcher.integrate.kernelbench.columns import PRECISIONS
 from patcher.integrate.kernelbench.model_new import record_of
 from patcher.integrate.kernelbench.problem import read_problem, shown
 from patcher.runs.run import Run

@@ -13,7 +13,7 @@ from patcher.bench import Language
 from patcher.bench.judge.stripping import views
 from patcher.bench.lab.kernelbench_shares import precision_of
 from patcher.bench.lab.loop_runs import LoopRow
-from patcher.integrate.kernelbench.contract import PRECISIONS
+from patcher.integrate.kernelbench.columns import PRECISIONS
 from patcher.runs.run import Run
 from patcher.status import attempts
 

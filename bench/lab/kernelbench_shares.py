@@ -18,7 +18,7 @@ from patcher.bench import Evaluation, Record, UsageError
 from patcher.bench.judge.evaluation import geomean
 from patcher.bench.lab.loop_runs import Estimated, LoopRow, bootstrap_geomean, points_of
 from patcher.bench.records import content
-from patcher.integrate.kernelbench.contract import PRECISIONS
+from patcher.integrate.kernelbench.columns import PRECISIONS
 
 PLAIN = "fp32"
 MODULE, KERNEL = "module", "kernel"

@@ -8,12 +8,8 @@ from pathlib import Path
 
 from patcher.bench import UsageError, load_ops
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.contract import (
-    PRECISIONS,
-    PrecisionColumn,
-    as_given,
-    op_of,
-)
+from patcher.integrate.kernelbench.columns import PRECISIONS, PrecisionColumn, as_given
+from patcher.integrate.kernelbench.contract import op_of
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import (
     may_be_problem,
@@ -133,6 +129,21 @@ def import_problems(
     ]
     result.notes.append(f"the files ran in the sandbox only: {sandbox_description()[1]}")
     return result
+
+
+def sizes_of(sizes: list[str]) -> dict[str, int]:
+    """`NAME=SIZE` options as a table.
+
+    Raises:
+        UsageError: one has another form.
+    """
+    found = {}
+    for each in sizes:
+        name, _, size = each.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"--size {each} is not NAME=SIZE", "as in --size batch_size=64")
+        found[name] = int(size)
+    return found
 
 
 def _require_names(paths: list[Path], sizes: Mapping[str, int]) -> None:

@@ -8,7 +8,8 @@ import tomllib
 import tomlkit
 
 from patcher.bench import Contract, VerificationError
-from patcher.integrate.kernelbench.contract import NamedTensor, PrecisionColumn, TracedOp
+from patcher.integrate.kernelbench.columns import PrecisionColumn
+from patcher.integrate.kernelbench.contract import NamedTensor, TracedOp
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace
 from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, packed

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from patcher.bench import Record, UsageError, parse_json, problem, read_source
+from patcher.bench import Record, parse_json, problem, read_source
 from patcher.bench.sandbox import plain_file, strangers_folder
 from patcher.bench.toolchains.compilers import run_compiler
 from patcher.integrate.formats.foreign_contract import Refused
@@ -337,18 +337,3 @@ def _number(text: str) -> str:
     except ValueError:
         raise Refused("its trace holds a number that is none") from None
     return repr(number) if number - number == 0 else f'float("{number}")'
-
-
-def sizes_of(sizes: list[str]) -> dict[str, int]:
-    """`NAME=SIZE` options as a table.
-
-    Raises:
-        UsageError: one has another form.
-    """
-    found = {}
-    for each in sizes:
-        name, _, size = each.partition("=")
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--size {each} is not NAME=SIZE", "as in --size batch_size=64")
-        found[name] = int(size)
-    return found

@@ -23,7 +23,8 @@ from patcher.bench.ops.op import Op
 from patcher.cli import main
 from patcher.integrate import import_kernel
 from patcher.integrate.formats.foreign_contract import Refused
-from patcher.integrate.kernelbench.contract import PRECISIONS, op_of
+from patcher.integrate.kernelbench.columns import PRECISIONS
+from patcher.integrate.kernelbench.contract import op_of
 from patcher.integrate.kernelbench.imports import own_problem_op
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import (
