@@ -125,9 +125,11 @@ def import_kernel(
         )
     else:
         raise UsageError(
-            f"{path} is no export, no flashinfer-bench dataset and no KernelBench problem",
-            f"give a folder with {CARRIED} or definitions/, the JSON file of a Definition, or a "
-            "Python file with Model, get_inputs and get_init_inputs",
+            f"{path} is no export, no flashinfer-bench dataset and no problem of KernelBench or "
+            "SOL-ExecBench",
+            f"give a folder with {CARRIED} or definitions/, the JSON file of a Definition, a "
+            "Python file with Model, get_inputs and get_init_inputs, or a folder with "
+            "definition.json and workload.jsonl",
         )
     if not result.files:
         why = "; ".join(f"{name}: {reason}" for name, reason in result.refused.items())

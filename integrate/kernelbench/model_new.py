@@ -33,6 +33,7 @@ from patcher.integrate.kernelbench.problem import (
 )
 from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, is_flat, packed, unpacked
+from patcher.integrate.kernelbench.sol_execbench import SOL
 from patcher.integrate.kernelbench.texts import joined
 
 ENTRY = '''
@@ -253,6 +254,8 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
     """
     contract, record = record_of(candidate.op)
     text = source_text(problem)
+    if contract.source.startswith(SOL):
+        raise UsageError(f"{SOL} has no ModelNew", f"give {candidate.op}'s source itself")
     if shown(problem) != record.file or not is_problem(text):
         raise UsageError(
             f"{candidate.op} was imported from {record.file}, not from {problem.name}",

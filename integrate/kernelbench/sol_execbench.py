@@ -22,6 +22,7 @@ from patcher.bench import Record, arithmetic_value, names_in, parse_json, proble
 from patcher.integrate.formats.foreign_contract import FLOATS, Refused
 from patcher.integrate.kernelbench.problem import SMALLEST, Problem, plain
 
+SOL = "SOL-ExecBench"
 DEFINITION, WORKLOADS = "definition.json", "workload.jsonl"
 MOST_BYTES = 8 << 20
 """Of a problem's files."""
@@ -151,7 +152,7 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
         file=plain(definition.name)[:100].replace('"', "'"),
         source=_file(definition, workloads[0], _all_sizes(definition, traced)),
         changed=changed,
-        origin="SOL-ExecBench",
+        origin=SOL,
         axes={
             name: tuple(axis if axis in free else "" for axis in tensor.shape)
             for name, tensor in definition.inputs.items()

@@ -79,14 +79,15 @@ def export(
     "PATCHER_OPS=imported patcher evaluate OP imported/OP/solutions/NAME/OP.py",
     "patcher import KernelBench/level2 --precision fp32 --precision tf32 --out imported",
     "patcher import KernelBench/level2/37_Matmul_Swish_Sum_GroupNorm.py --size batch_size=1024",
+    "patcher import SOL-ExecBench/data/benchmark/L1 --out imported",
     "PATCHER_OPS=imported patcher import model_new.py --op OP --out imported",
 )
 def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            help="An export, a dataset, a Definition's file, or KernelBench's problems: a file "
-            "or a folder."
+            help="An export, a dataset, a Definition's file, or problems of KernelBench or "
+            "SOL-ExecBench: a file or a folder."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the ops.")] = Path("imported"),
@@ -100,12 +101,14 @@ def import_(
     scale: Annotated[
         int,
         typer.Option(
-            help="KernelBench: divide the file's top-level sizes that stay at least 16.", min=1
+            help="Problems: divide the file's top-level sizes, or those that workloads choose, "
+            "where they stay at least 16.",
+            min=1,
         ),
     ] = 1,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="KernelBench: another value of a top-level size, NAME=SIZE."),
+        typer.Option(help="Problems: another value of such a size, NAME=SIZE."),
     ] = None,
     op: Annotated[
         str | None, typer.Option(help="KernelBench: the file is a ModelNew for this imported op.")
@@ -113,10 +116,10 @@ def import_(
     as_json: Json = False,
 ) -> int:
     """Read an export or a flashinfer-bench dataset as sources, and as ops where they are new; or
-    KernelBench's problems as ops.
+    problems of KernelBench or SOL-ExecBench as ops.
 
-    Reports everything that it leaves out. Runs nothing of exports and datasets. A KernelBench
-    problem runs in the sandbox alone, which traces its module; the op is written from the trace.
+    Reports everything that it leaves out. Runs nothing of exports and datasets. A problem runs in
+    the sandbox alone, which traces its module; the op is written from the trace.
 
     Exit code 0: something was imported; 2: nothing, and why; 5: an export was changed.
     """

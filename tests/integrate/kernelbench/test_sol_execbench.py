@@ -15,6 +15,7 @@ import torch
 from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.integrate import ProblemOptions, import_kernel
+from patcher.integrate.kernelbench.model_new import model_new
 from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
 
 REFERENCE = """import torch
@@ -253,6 +254,14 @@ def test_one_that_is_refused_does_not_hold_up_the_others(tmp_path: Path) -> None
     assert done.ops == (OP,)
     assert list(done.refused) == ["bad"]
     assert "no workload" in done.refused["bad"]
+
+
+@pytest.mark.usefixtures("known")
+def test_there_is_no_model_new_of_it(tmp_path: Path) -> None:
+    candidate = Candidate(op=OP, language=Language.TORCH, source=RIGHT)
+    (tmp_path / "reference.py").write_text("class Model: ...")
+    with pytest.raises(UsageError, match="SOL-ExecBench has no ModelNew"):
+        model_new(candidate, tmp_path / "reference.py")
 
 
 def test_which_workloads_are_timed() -> None:
