@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from patcher.bench import Evaluation, Language, UsageError, VerificationError
+from patcher.bench.judge.evaluation import geomean
 from patcher.bench.lab.kernelbench_narrow import names_narrower
 from patcher.bench.lab.sittings import keeping, sit, travel
 from patcher.bench.lab.sittings.__main__ import app
@@ -397,11 +399,32 @@ def test_unfinished_loops_are_as_their_page_says(
     assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
 
 
-def test_nothing_of_the_blocks_was_judged(tmp_path: Path) -> None:
+def test_verdicts_of_the_blocks_are_as_the_page_says(tmp_path: Path) -> None:
     loops = kept_loops("blocks", tmp_path)
-    ops = [one["plan"]["op"] for one in settings_of(loops)]
-    assert all(f"`{op}`" in PAGE.partition("`blocks.unfinished.tar.xz`")[2] for op in ops)
-    assert not list(tmp_path.glob("exchange/*/*"))
+    judged = {}
+    for each in loops.names():
+        run = loops.run_of(each)
+        for one in attempts(run):
+            if one.geomean_speedup is not None:
+                op = settings_of(loops)[loops.names().index(each)]["plan"]["op"]
+                judged[op] = run.load(f"{op}/{one.iteration}/evaluate", Evaluation)
+    part = PAGE.partition("`blocks.unfinished.tar.xz`")[2]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| [^|]* \| ([^|]*) \|", part, re.MULTILINE)
+    assert {op for op, _, _ in rows[: len(judged)]} == judged.keys()
+    for op, speedup, by_tokens in rows[: len(judged)]:
+        assert speedup == f"{judged[op].geomean_speedup:.2f}"
+        timed = {point.axes["tokens"]: f"{point.speedup:.2f}" for point in judged[op].timings}
+        said = dict.fromkeys(timed, "")
+        for low, high, first, last in re.findall(
+            r"([\d.]+)(?: to ([\d.]+))? at (\d+)(?: to (\d+))?", by_tokens
+        ):
+            within = [n for n in timed if int(first) <= n <= int(last or first)]
+            assert {low, high or low} == {
+                min(timed[n] for n in within),
+                max(timed[n] for n in within),
+            }
+            said |= dict.fromkeys(within, "said")
+        assert all(said.values())
 
 
 def test_verdicts_of_kernelbench_are_as_the_page_says(
@@ -413,24 +436,62 @@ def test_verdicts_of_kernelbench_are_as_the_page_says(
     problems = sorted(int(op.split("_")[1]) for op in ops)
     assert f"15 of KernelBench's Level 2 problems ({', '.join(map(str, problems))})" in PAGE
     monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "imported"))
-    half_widths = []
+    half_widths: list[float] = []
+    best: list[float] = []
+    in_column: list[float] = []
+    count = right = 0
     for op, each in zip(ops, loops.names(), strict=True):
-        run, rounds = loops.run_of(each), []
+        run, rounds, known = loops.run_of(each), [], []
         for one in attempts(run):
-            if one.file is None or one.geomean_speedup is None:
+            if one.file is None:
+                continue
+            count += 1
+            if one.geomean_speedup is None:
+                rounds.append("wrong")
                 continue
             source = (run.path / one.file).read_text(encoding="utf-8")
-            narrow = " (float16)" if names_narrower(source, op, Language.TRITON) else ""
-            rounds.append(f"{one.geomean_speedup:.2f}{narrow}")
+            narrow = names_narrower(source, op, Language.TRITON)
+            rounds.append(f"{one.geomean_speedup:.2f}{' (float16)' if narrow else ''}")
+            known.append((one.geomean_speedup, narrow))
             verdict = run.load(f"{op}/{one.iteration}/evaluate", Evaluation)
             half_widths += [
                 max(timed.speedup_high / timed.speedup, timed.speedup / timed.speedup_low) - 1
                 for timed in verdict.timings
             ]
-        said = re.search(rf"^\| {op.split('_')[1]} \| ([^|]*) \|", PAGE, re.MULTILINE)
-        assert said is not None
-        assert said[1].replace("**", "").partition(":")[0] == "; ".join(rounds)
+        right += len(known)
+        best.append(max(speedup for speedup, _ in known))
+        in_column.append(max(speedup for speedup, narrow in known if not narrow))
+        told = re.search(rf"^\| {op.split('_')[1]} \| ([^|]*) \|", PAGE, re.MULTILINE)
+        assert told is not None
+        assert told[1].replace("**", "").partition(":")[0] == "; ".join(rounds)
+    assert f"Of {count} candidates {right} are right" in PAGE
     assert f"reaches {100 * max(half_widths):.1f} % to either side at most" in PAGE
+    means = [geomean(best), geomean(in_column)]
+    assert f"over the 15: {means[0]:.2f}, and {means[1]:.2f} without float16; six" in PAGE
+    assert sum(speedup > 1.2 for speedup in best) == 6
+
+
+def test_what_kernelbench_said_is_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are of candidates that the loops have, and counted by what the judge said."""
+    loops = kept_loops("kernelbench", tmp_path)
+    monkeypatch.setenv("PATCHER_OPS", str(tmp_path / "imported"))
+    answers = json.loads((KEPT / "kernelbench-checks.json").read_text(encoding="utf-8"))
+    counts: Counter[tuple[bool, str]] = Counter()
+    for op, each in zip(settings_of(loops), loops.names(), strict=True):
+        for one in attempts(loops.run_of(each)):
+            said = answers.pop(f"{op['plan']['op']}/{one.digest}", None)
+            if said is not None:
+                right = one.geomean_speedup is not None
+                assert said["by"] == "kernelbench"
+                counts[right, "asked"] += 1
+                counts[right, "1e-4"] += said["accepted"]
+                counts[right, "1e-2"] += said["loose"]
+    assert not answers
+    for right, word in ((True, "right"), (False, "wrong")):
+        cells = [counts[right, what] for what in ("asked", "1e-4", "1e-2")]
+        assert f"| {word}, {cells[0]} | {cells[1]} | {cells[2]} |" in PAGE
 
 
 def kept_loops(name: str, folder: Path) -> LoopFolder:
