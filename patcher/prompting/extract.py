@@ -16,6 +16,8 @@ from patcher.models import Reply
 from patcher.models.repetition import ends_in_a_loop
 
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
+_THOUGHT_ENDS = ("</think>", "</thinking>", "[/THINK]")
+"""What some models write after their thinking, where the server does not put it apart."""
 _LONGEST_REPLY = 1_000_000
 """Characters; what is longer is not looked at: the longest room has about half as many."""
 _LONGEST_FENCE = 200
@@ -55,6 +57,13 @@ def blocks(text: str) -> list[CodeBlock]:
     return found
 
 
+def answer(text: str) -> str:
+    """A reply without the thinking before it, whose drafts are no answer."""
+    for mark in _THOUGHT_ENDS:
+        text = text.rpartition(mark)[2]
+    return text
+
+
 def unusable(reply: Reply) -> ReplyFailure | None:
     """Why the reply as a whole must not be parsed, if so."""
     if reply.truncated and ends_in_a_loop(reply.text):
@@ -82,7 +91,7 @@ def extract_source(
     """
     if len(text) > _LONGEST_REPLY:
         return ReplyFailure(kind="too_long", detail="the reply is too long")
-    found = blocks(text)
+    found = blocks(answer(text))
     if not found:
         return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
     if not found[-1].closed:
@@ -117,7 +126,7 @@ def extract_json(text: str, key: str) -> dict[str, Any] | ReplyFailure:
     """The last JSON object in a reply that has this key."""
     if len(text) > _LONGEST_ADVICE:
         return ReplyFailure(kind="too_long", detail="the reply is too long")
-    decoder = json.JSONDecoder()
+    text, decoder = answer(text), json.JSONDecoder()
     chosen: dict[str, Any] | None = None
     at, tried = text.find("{"), 0
     while at >= 0 and tried < _MAX_BRACES:

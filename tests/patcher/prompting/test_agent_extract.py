@@ -36,6 +36,8 @@ def failure_kind(text: str, language: Language = Language.CPP) -> str:
         f"First try:\n```cpp\nvoid norm();\n```\nBetter:\n```cpp\n{SOURCE}\n```\n",
         f"```cpp\n{SOURCE}\n```\nCompile with:\n```bash\ng++ x.cpp\n```",
         f"```cpp\n{SOURCE}\n```\nCalled as:\n```cpp\nint main() {{}}\n```",
+        f"<think>\n```cpp\nvoid norm(int\nNo.\n</think>\n\n```cpp\n{SOURCE}\n```",
+        f"```cpp\nvoid norm(int\nNo.\n[/THINK]```cpp\n{SOURCE}\n```",
     ],
 )
 def test_finds_the_source(text: str) -> None:
@@ -45,6 +47,7 @@ def test_finds_the_source(text: str) -> None:
 def test_failures_have_kinds() -> None:
     assert failure_kind("") == "no_source"
     assert failure_kind("only `inline` code, no block") == "no_source"
+    assert failure_kind(f"<think>\n```cpp\n{SOURCE}\n```\n</think>\nDone.") == "no_source"
     assert failure_kind(f"```cpp\n{SOURCE}\n") == "unclosed"
     assert failure_kind(f"```cpp\n{SOURCE}\n```\n```cpp\nvoid no") == "unclosed"
     assert failure_kind("```cpp\n\n```") == "empty"
