@@ -210,7 +210,7 @@ class ApiModel(ABC):
         if self._no_schema(request, message):
             self._structured = False  # an older model; nothing was billed for that
             return True
-        named = named_limit(message, self._room(request))
+        named = named_limit(message, self._room(request), self._prompt_tokens(request))
         if named is not None:
             self.named, self.max_output_tokens = named, named.room
         return named is not None
@@ -295,8 +295,10 @@ class ApiModel(ABC):
         room = min(request.max_tokens, self.max_output_tokens)
         if self.context_tokens is None:
             return room
-        prompt = len(request.system + request.prompt) // CHARACTERS_PER_TOKEN
-        return min(room, max(self.context_tokens - prompt, LEAST_ROOM))
+        return min(room, max(self.context_tokens - self._prompt_tokens(request), LEAST_ROOM))
+
+    def _prompt_tokens(self, request: Request) -> int:
+        return len(request.system + request.prompt) // CHARACTERS_PER_TOKEN
 
     def _refusal(self, request: Request) -> Reply:
         """A prompt refused by a filter is a refusal, as when the model itself declines."""

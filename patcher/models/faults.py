@@ -48,7 +48,7 @@ class Faults:
         kind = self.clean.line(inside(body, "error", "type"), NAME_LIMIT)
         said = self.clean.line(message_of(body), MESSAGE_LIMIT) or f"HTTP {status}"
         server = f"the {self.entry.provider} server"
-        if words & _AUTHENTICATION or status == 401:
+        if words & _AUTHENTICATION or status == 401 or "api key not valid" in said.lower():
             return MissingError(
                 f"{server} refused the key: {said}",
                 f"set a valid {self.entry.key_name or 'key_variable in [models.NAME]'}; {_RESUME}",
@@ -168,15 +168,28 @@ class Faults:
 
 def words_of(body: object) -> set[str]:
     """The type and the code of an error, to compare with what is known."""
-    inner = inside(body, "error") or body
+    inner = _inner(body)
     return {word for name in ("type", "code") if isinstance(word := inside(inner, name), str)}
 
 
 def message_of(body: object) -> str:
-    """What an error says, as it came."""
-    inner = inside(body, "error") or body
-    said = inner if isinstance(inner, str) and inside(body, "error") else inside(inner, "message")
-    return said if isinstance(said, str) else ""
+    """What an error says, as it came: in either protocol, in a list (Google), as `detail` of
+    FastAPI, or as text that is no web page."""
+    inner = _inner(body)
+    said = inside(inner, "message") or inside(inner, "detail") or inner
+    if isinstance(said, list):  # FastAPI's, one for each field
+        fields = [(inside(each, "loc"), inside(each, "msg")) for each in said[:5]]
+        said = "; ".join(
+            f"{loc[-1]}: {message}" if isinstance(loc, list) and loc else message
+            for loc, message in fields
+            if isinstance(message, str)
+        )
+    return said if isinstance(said, str) and not said.lstrip().startswith("<") else ""
+
+
+def _inner(body: object) -> object:
+    first = body[0] if isinstance(body, list) and body else body
+    return inside(first, "error") or first
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

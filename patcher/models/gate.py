@@ -23,6 +23,8 @@ NAME_LIMIT, MESSAGE_LIMIT = 120, 300
 """Characters of a server's name for something, and of its message."""
 MOST_PER_TOKEN = 64
 """No text has so many characters a token."""
+CUT_PER_TOKEN = 6
+"""No prompt of ours has so many (3.3 to 3.7 seen): the server read a part of it alone."""
 STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -212,6 +214,12 @@ class Counts:
             what = "cannot be true" if said_any else "are missing"
             draft.repair(f"its counts of tokens {what}: the worst case is booked")
             return Usage()
+        if given * CUT_PER_TOKEN < self.sent_characters:
+            draft.repair(
+                f"its server counted {given:,} tokens for a prompt of {self.sent_characters:,} "
+                "characters, so it may have cut the prompt: give it a longer context (Ollama: "
+                "OLLAMA_CONTEXT_LENGTH)"
+            )
         wrote, read = (count(each, 0, given) or 0 for each in cached)
         if not self.kept and price:  # a cache of somebody else's, of which no price is known
             price = price.model_copy(update={"cache": UNKNOWN_CACHE})

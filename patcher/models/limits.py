@@ -36,8 +36,9 @@ _MOST_BYTES, _MOST_TOKENS = 4096, 1 << 30
 _SUM = re.compile(r"(\d+) \+ (\d+) > (\d+)")
 _CONTEXT = re.compile(r"context (?:length|limit|window|size)\D{0,20}(\d+)")
 _PROMPT = re.compile(
-    r"(\d+) (?:tokens )?(?:in the messages|in the prompt|input tokens|tokens of input)"
-    r"|prompt (?:contains|has|of)(?: at least)? (\d+)"
+    r"(at least )?(\d+) (?:tokens )?"
+    r"(?:in the messages|in the prompt|from the input|of text input|input tokens|tokens of input)"
+    r"|prompt (?:contains|has|of)( at least)? (\d+)|request \((\d+) tokens\)"
 )
 _OUTPUT = re.compile(r"max_(?:completion_|output_|new_)?tokens|(?:output|completion) tokens")
 
@@ -52,18 +53,28 @@ class NamedLimit:
     """For prompt and reply together, in tokens, if that is what it names."""
 
 
-def named_limit(message: str, room: int) -> NamedLimit | None:
+def named_limit(message: str, room: int, prompt_tokens: int = 0) -> NamedLimit | None:
     """The limit that a server names as it refuses a request with `room` tokens for the reply; None
-    where it names none, or none that is of use."""
+    where it names none, or none that is of use.
+
+    Args:
+        prompt_tokens: an estimate, for a server that did not count the prompt to its end.
+    """
     said = re.sub(r"(?<=\d),(?=\d{3})", "", message[:2000])
     found, context = 0, None
     if match := _SUM.search(said):  # prompt + room > context
         context = int(match[3])
         found = context - int(match[1])
     elif match := _CONTEXT.search(said):
-        prompt = _PROMPT.search(said)
         context = int(match[1])
-        found = context - int(prompt[1] or prompt[2]) if prompt else 0
+        prompt = _PROMPT.search(said)
+        counted = int(prompt[2] or prompt[4] or prompt[5]) if prompt else 0
+        found = context - counted if prompt else 0
+        if prompt_tokens and (not prompt or prompt[1] or prompt[3]):
+            # it has at least so many: where that is more than the estimate, half of the rest
+            most = context - counted
+            found = context - prompt_tokens if counted < prompt_tokens else most // 2
+            found = max(found, min(LEAST_ROOM, most))
     elif _OUTPUT.search(said):
         numbers = (int(number) for number in re.findall(r"\d{1,9}", said))
         found = max((number for number in numbers if number < room), default=0)

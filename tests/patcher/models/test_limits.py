@@ -26,6 +26,14 @@ REQUEST = Request(step="op/0/ask", role="generate", system="s", prompt="p" * 300
 CONTEXT = "This model's maximum context length is 16384 tokens, and you sent 2012 input tokens"
 
 
+def of_vllm(room: int, prompt: str) -> str:
+    """As vLLM 0.25.1 to 0.28.0 refuse."""
+    return (
+        f"This model's maximum context length is 16384 tokens. However, you requested {room} "
+        f"output tokens and your prompt contains {prompt} input tokens, for a total of more"
+    )
+
+
 @pytest.mark.parametrize(
     ("message", "room", "context"),
     [
@@ -33,13 +41,31 @@ CONTEXT = "This model's maximum context length is 16384 tokens, and you sent 201
         ("max_tokens is too large: 32000. This model supports at most 16384 tokens", 16_384, None),
         ("`max_tokens` exceed context limit: 190000 + 32000 > 200000", 10_000, 200_000),
         (CONTEXT, 14_372, 16_384),
+        (of_vllm(ROOM, "2012"), 14_372, 16_384),
+        (of_vllm(ROOM, "at least 2012"), 13_384, 16_384),  # of the prompt that it cut to count it
+        (of_vllm(ROOM, "at least 4000"), 6192, 16_384),
+        (of_vllm(ROOM, "at least 16000"), None, None),
+        (
+            "Requested token count exceeds the model's maximum context length of 16384 tokens. You "
+            "requested a total of 34012 tokens: 2012 tokens from the input messages and 32000",
+            14_372,
+            16_384,
+        ),
+        (
+            "This endpoint's maximum context length is 16384 tokens. However, you requested about "
+            "34012 tokens (2012 of text input, 32000 in the output).",
+            14_372,
+            16_384,
+        ),
+        ("the request exceeds the available context size (16384 tokens)", 13_384, 16_384),
+        ("request (17000 tokens) exceeds the available context size (16384)", None, None),
         ("max_tokens: 32000 > 1", None, None),
         ("the model is 8192 times too small", None, None),
         ("max_tokens: no", None, None),
     ],
 )
 def test_limits_that_servers_name(message: str, room: int | None, context: int | None) -> None:
-    found = named_limit(message, ROOM)
+    found = named_limit(message, ROOM, prompt_tokens=3000)
     assert (found and found.room, found and found.context) == (room, context)
 
 
@@ -85,6 +111,14 @@ def test_a_context_leaves_room_for_the_prompt(api: Api, server: ApiServer, tmp_p
     assert ask(tmp_path, api.open(server), server, both, api.reply())[0][-1] == 4096
     [known], _ = list_limits()
     assert (known.max_output_tokens, known.context_tokens) == (4096, 16_384)
+
+
+def test_a_prompt_that_was_not_counted_to_its_end(
+    api: Api, server: ApiServer, tmp_path: Path
+) -> None:
+    refused = refusal(api, of_vllm(16_000, "at least 385"))
+    model = api.open(server, max_output_tokens=16_000)
+    assert ask(tmp_path, model, server, refused, api.reply())[0] == [16_000, 15_384]
 
 
 def changed(**values: Any) -> Callable[[Path], None]:

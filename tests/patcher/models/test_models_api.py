@@ -210,6 +210,13 @@ class TestReplies:
         assert spent(run).usd == model.worst_cost_usd(request())
         assert spent(run).tokens == model.worst_tokens(request())
 
+    def test_a_prompt_that_its_server_cut_is_told(self, api: Api, server: ApiServer) -> None:
+        asked = request().model_copy(update={"prompt": "a word " * 1000})
+        for tokens, told in ((1000, True), (2000, False)):
+            server.script = [Item(b"".join(api.events(tokens=(tokens, 10))))]
+            repairs = api.open(server).ask(asked).repairs
+            assert any("may have cut the prompt" in each for each in repairs) is told
+
     def test_the_room_has_the_name_that_the_server_knows(self, server: ApiServer) -> None:
         openai = APIS["openai"]
         refusal = openai.fault("unsupported_parameter", "use the other")
@@ -462,6 +469,36 @@ class TestLastingFaults:
         assert KEY not in str(caught.value)
         # the SDK's exception holds the request and its headers
         assert caught.value.__cause__ is None
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            (
+                [{"error": {"code": 400, "message": "no such field", "status": "X"}}],
+                "no such field",
+            ),
+            ({"detail": "the model is not loaded"}, "the model is not loaded"),
+            ({"detail": [{"loc": ["body", "seed"], "msg": "not allowed"}]}, "seed: not allowed"),
+            ("upstream connect error", "upstream connect error"),
+            ("<html>no</html>", "HTTP 400"),
+            ([], "HTTP 400"),
+            ({"detail": [7, {"msg": 7}]}, "HTTP 400"),
+        ],
+    )
+    def test_what_other_servers_say(
+        self, api: Api, server: ApiServer, body: object, said: str
+    ) -> None:
+        text = body if isinstance(body, str) else json.dumps(body)
+        server.script = [Item(text.encode(), 400)]
+        with pytest.raises(UsageError) as caught:
+            api.open(server).ask(request())
+        assert caught.value.message.endswith(f": {said}")
+
+    def test_a_wrong_key_of_google(self, server: ApiServer) -> None:
+        body = [{"error": {"code": 400, "message": "API key not valid. Please pass a valid one."}}]
+        server.script = [Item(json.dumps(body).encode(), 400)]
+        with pytest.raises(MissingError, match="refused the key"):
+            APIS["openai"].open(server).ask(request())
 
     def test_an_empty_account(self, api: Api, server: ApiServer, run: Run) -> None:
         server.script = [api.failure(*api.quota)]
