@@ -9,6 +9,7 @@ recommendation. What is asked together is a round, which a strategy decides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +44,10 @@ from patcher.models.replay import RecordingEndedError
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
+from patcher.visible import one_line
 
+_ERROR = re.compile(r"\berror\b[^:]*:", re.IGNORECASE)
+"""A compiler's line that says what is wrong."""
 ScoreFunction = Callable[[int, Evaluation, Mapping[str, str]], float]
 """A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
 are); higher is better."""
@@ -330,6 +334,10 @@ def _detail(evaluation: Evaluation, score: float | None) -> str:
         own = "" if score is None else f", score {score:g}"
         return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}{own}"
     failed = evaluation.failed_checks
+    if failed and evaluation.outcome is Outcome.COMPILATION_FAILURE:
+        errors = (line for line in evaluation.log.splitlines() if _ERROR.search(line))
+        if first := next(errors, None):  # says more than the command that failed
+            return f"{failed[0].name}: {one_line(first, 200)}"
     return (
         f"{failed[0].name}: {failed[0].detail}" if failed else evaluation.outcome.replace("_", " ")
     )

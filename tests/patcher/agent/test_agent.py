@@ -98,6 +98,7 @@ def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     repair = (folder / "1/generate.prompt.md").read_text()
     assert "// typo" in repair
     assert "expected ';' before '}' token" in repair
+    assert "expected ';' before '}' token" in found.iterations[0].detail
     assert "detail of the failed check" in repair
     assert "Critical issue: a brace is missing" in repair
     assert found.iterations[1].diagnosis is not None
