@@ -346,4 +346,5 @@ def load_op(name: str) -> Op:
         if folder.name == name:
             raise error
     left_out = "".join(f"; left out: {error.message}" for error in broken.values())
-    raise UsageError(f"unknown op {name!r}", f"the library has: {', '.join(found)}{left_out}")
+    hint = f"PATCHER_OPS names the folder of your own ops; there are: {', '.join(found)}{left_out}"
+    raise UsageError(f"unknown op {name!r}", hint)

@@ -48,20 +48,27 @@ def replay(
 
     Exit code 0: each loop ends as recorded; 5: one does not.
     """
-    from patcher.kernel_search.recording import read
+    from patcher.kernel_search.recording import read, recorded_op
     from patcher.kernel_search.recording import replay as again
     from patcher.kernel_search.recording_archive import recordings
+    from patcher.visible import one_line
 
     documents, lines = [], []
     with ExitStack() as stack:
         found = [stack.enter_context(recordings(path)) for path in folders]
         for folder in chain.from_iterable(found):
             differences = again(folder)
-            made = read(folder).optimisation
-            documents.append({"folder": folder.name, "differences": differences})
+            recording = read(folder)
+            made = recording.optimisation
+            changed = recorded_op(folder, recording).digest != recording.contract
+            documents.append(
+                {"folder": folder.name, "differences": differences, "op_changed": changed}
+            )
             speedup = made.best_speedup
             best = f"{speedup:.2f}x" if speedup is not None else "nothing faster"
             same = f"the same {len(made.iterations)} iterations again, best {best}"
-            lines.append(Text(f"{folder.name}: {'; '.join(differences) or same}"))
+            since = "; the op is another than was judged then" if changed else ""
+            name = one_line(folder.name, 120)
+            lines.append(Text(f"{name}: {'; '.join(differences) or same}{since}"))
     Output(as_json).emit({"schema_version": SCHEMA_VERSION, "recordings": documents}, *lines)
     return 5 if any(each["differences"] for each in documents) else 0

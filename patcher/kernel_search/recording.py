@@ -25,10 +25,12 @@ from patcher.bench import (
     Environment,
     Evaluation,
     Language,
+    Op,
     Record,
     Sweep,
     UsageError,
     VerificationError,
+    content,
     load_op,
 )
 from patcher.hotspot import Profile
@@ -39,6 +41,7 @@ from patcher.models.replay import RecordingEndedError, ReplayModel, export_recor
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run, journal_name
 from patcher.strategies.search import Search
+from patcher.visible import one_line
 
 ABOUT, REPLIES, EVALUATIONS, TABLE = (
     "recording.json",
@@ -143,14 +146,26 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
 
 def read(folder: Path) -> LoopRecording:
     """Raises:
-    UsageError: no recording there.
+    UsageError: no recording there, or a file of it is a pipe or too large.
     """
     try:
-        return LoopRecording.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        return LoopRecording.model_validate_json(content(folder / ABOUT))
+    except (OSError, ValidationError) as error:
         raise UsageError(
             f"{folder} holds no recording", "give a folder that `patcher record` wrote"
         ) from error
+
+
+def recorded_op(folder: Path, made: LoopRecording) -> Op:
+    """The op that was searched, as it is here now.
+
+    Raises:
+        UsageError: it is not here.
+    """
+    try:
+        return load_op(made.op)
+    except UsageError as error:
+        raise UsageError(f"{folder.name} needs its op: {error.message}", error.hint) from None
 
 
 def _sweep_of(evaluations: list[Evaluation]) -> str | None:
@@ -166,6 +181,7 @@ def replay(folder: Path) -> list[str]:
         VerificationError: a verdict is missing or is not one.
     """
     made = read(folder)
+    op = recorded_op(folder, made)
     verdicts = {one.digest: one for one in read_evaluations(folder / EVALUATIONS)}
     then = made.optimisation
     scores = {one.iteration: one.score for one in then.iterations if one.score is not None}
@@ -193,7 +209,7 @@ def replay(folder: Path) -> list[str]:
     ):
         again = run_loop(
             run,
-            load_op(made.op),
+            op,
             made.language,
             ReplayModel(folder / REPLIES),
             judge,
@@ -276,7 +292,7 @@ def read_evaluations(file: Path) -> list[Evaluation]:
         VerificationError: the file holds something else.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = content(file).decode("utf-8").split("\n")
         return [Evaluation.model_validate_json(line) for line in lines if line]
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise VerificationError(
@@ -288,11 +304,12 @@ def _differences(then: LoopResult, now: LoopResult) -> list[str]:
     said = []
     for name in ("best_digest", "best_iteration", "best_speedup", "stopped"):
         if getattr(then, name) != getattr(now, name):
-            said.append(f"{name}: {getattr(then, name)} then, {getattr(now, name)} now")
+            old, new = (one_line(str(getattr(each, name)), 120) for each in (then, now))
+            said.append(f"{name}: {old} then, {new} now")
     if len(then.iterations) != len(now.iterations):
         said.append(f"{len(then.iterations)} iterations then, {len(now.iterations)} now")
-    for old, new in zip(then.iterations, now.iterations, strict=False):
+    for one, other in zip(then.iterations, now.iterations, strict=False):
         for name in ("phase", "outcome", "digest", "geomean_speedup", "parents", "recommendation"):
-            if getattr(old, name) != getattr(new, name):
-                said.append(f"iteration {old.iteration}: another {name}")
+            if getattr(one, name) != getattr(other, name):
+                said.append(f"iteration {one.iteration}: another {name}")
     return said

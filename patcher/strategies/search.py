@@ -21,7 +21,7 @@ class Search(Record):
     strategy: str = "refine"
     width: int | None = Field(default=None, ge=1)
     """Candidates a round, of strategies that ask several together."""
-    islands: int | None = Field(default=None, ge=1)
+    islands: int | None = Field(default=None, ge=1, le=MOST_ISLANDS)
     seed: int = 0
     """Of a strategy's draws."""
     known_kernels: tuple[KnownKernel, ...] = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import shutil
 import tarfile
@@ -92,7 +93,7 @@ def test_it_replays_to_the_same_end(recorded: Path) -> None:
     done = patcher("replay", "rec", "--json", cwd=recorded.parent)
     assert done.returncode == 0
     [one] = json.loads(done.stdout)["recordings"]
-    assert one == {"folder": "rec", "differences": []}
+    assert one == {"folder": "rec", "differences": [], "op_changed": False}
 
 
 @pytest.mark.parametrize("switched", [{}, {"analyst": "off", "diagnoser": "off"}])
@@ -163,6 +164,39 @@ def test_a_missing_verdict_and_no_recording_are_said(recorded: Path, tmp_path: P
         replay(tmp_path)
     with pytest.raises(UsageError, match="is there"):
         record(next((recorded.parent / "patcher-runs").iterdir()), recorded)
+
+
+def told_of(recorded: Path, folder: Path, **values: object) -> str:
+    """What the command says of a recording whose fields were changed."""
+    shutil.copytree(recorded, folder)
+    about = json.loads((folder / ABOUT).read_text())
+    best = about["optimisation"] | {"best_digest": values.pop("best", about["contract"])}
+    (folder / ABOUT).write_text(json.dumps(about | {"optimisation": best} | values))
+    done = patcher("replay", str(folder), cwd=folder.parent)
+    return done.stdout + done.stderr
+
+
+def test_a_strangers_recording_is_read_with_care(recorded: Path, tmp_path: Path) -> None:
+    said = told_of(recorded, tmp_path / "esc", best="\x1b[31mred")
+    assert "<U+001B>[31mred then" in said
+    assert "\x1b" not in said
+    search = {"strategy": "evolve", "islands": 10**9}
+    assert "holds no recording" in told_of(recorded, tmp_path / "islands", search=search)
+    for name in (ABOUT, EVALUATIONS):
+        folder = tmp_path / f"pipe-{name}"
+        shutil.copytree(recorded, folder)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UsageError, match="is a pipe"):
+            replay(folder)
+
+
+def test_an_op_that_is_another_or_not_here_is_said(recorded: Path, tmp_path: Path) -> None:
+    said = told_of(recorded, tmp_path / "changed", contract="0" * 64)
+    assert "the op is another than was judged then" in said
+    said = told_of(recorded, tmp_path / "own", op="my_op")
+    assert "own needs its op: unknown op 'my_op'" in said
+    assert "PATCHER_OPS" in said
 
 
 def pack(path: Path, *entries: tuple[tarfile.TarInfo, bytes]) -> Path:
