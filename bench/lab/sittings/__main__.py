@@ -45,7 +45,9 @@ def step(loops: Loops, only: Only = None) -> None:
 @app.command()
 def state(loops: Loops) -> None:
     """Tell which replies and verdicts are waited for, and which loops ended."""
-    _end(LoopFolder(loops), [])
+    folder = LoopFolder(loops)
+    folder.require()
+    _end(folder, [])
 
 
 @app.command()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.bench import PatcherError, UsageError, WaitingError
-from patcher.bench.lab.sittings.frozen import freeze
+from patcher.bench.lab.sittings.frozen import CODE, freeze
 from patcher.runs.run import Run
 from patcher.settings import OFF
 from patcher.status import status
@@ -100,6 +100,14 @@ class LoopFolder:
             raise UsageError(f"no loop {unknown[0]} in {self.root}", f"there are: {known}")
         return [name for name in found if not only or name in only]
 
+    def require(self) -> None:
+        """
+        Raises:
+            UsageError: nothing here is of loops.
+        """
+        if not (self.root / CODE).is_dir() and not self.names():
+            raise UsageError(f"{self.root} is no folder of loops", "pack, start or restore first")
+
     def run_of(self, name: str) -> Run:
         """The newest run of a loop, to be read."""
         return Run.open(Run.list(self.root / "runs" / name)[-1], read_only=True)
@@ -149,8 +157,12 @@ class LoopFolder:
 
     def step(self, only: Sequence[str] = ()) -> list[str]:
         """Resume every loop that has not ended: it takes in replies and verdicts, and writes jobs
-        and the next prompts. Returns what went wrong."""
-        freeze(self.root, self.say)
+        and the next prompts. Returns what went wrong.
+
+        Raises:
+            UsageError: nothing here is of loops.
+        """
+        self.require()
         going = [
             (name, run.id)
             for name, run in ((name, self.run_of(name)) for name in self.names(only))

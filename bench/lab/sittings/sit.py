@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from patcher.bench.lab.gpu_queue import shares
+from patcher.visible import one_line
 
 POLL_S, GRACE_S = 0.25, 8.0
 LATE_S = 240.0
@@ -115,6 +116,7 @@ class Sitting:
                     self.workers[gpu] = self._start(gpu) if going else None
                 first = False
                 if all(worker is None for worker in self.workers.values()):
+                    self._tell_fruitless()
                     return
                 time.sleep(POLL_S)
             print(f"out of time after {time.monotonic() - self.began:.0f} s", flush=True)
@@ -123,6 +125,17 @@ class Sitting:
                 if worker is not None:
                     stop(worker)
 
+    def _tell_fruitless(self) -> None:
+        """Why nobody is at work although jobs are left: who holds the host must know it there."""
+        for gpu in (gpu for gpu, times in self.fruitless.items() if times >= FRUITLESS):
+            file = self.log_of(gpu)
+            said = one_line(file.read_text(encoding="utf-8", errors="replace")[-2000:], 2000)
+            print(f"{file.name}: {FRUITLESS} workers ended without a verdict: ...{said[-300:]}")
+
+    def log_of(self, gpu: str) -> Path:
+        """What the workers of a GPU say."""
+        return self.log / f"worker-{gpu or 'none'}.log"
+
     def command(self, gpu: str) -> Sequence[str]:
         """The worker of a GPU, with CPUs of its own."""
         own = ",".join(map(str, self.cpus.get(gpu, ())))
@@ -130,7 +143,7 @@ class Sitting:
         return [*(["taskset", "-c", own] if own else []), *worker]
 
     def _start(self, gpu: str) -> subprocess.Popen[bytes]:
-        with (self.log / f"worker-{gpu or 'none'}.log").open("ab") as log:
+        with self.log_of(gpu).open("ab") as log:
             return subprocess.Popen(
                 self.command(gpu),
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},

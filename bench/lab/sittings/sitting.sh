@@ -28,6 +28,7 @@ echo "unpacked after $SECONDS s"
 "$python" -P -m patcher.bench.lab.sittings.sit exchange log "$@" 2>&1
 code=$?
 [ $code = 0 ] || [ $code = 1 ] || exit $code
+mkdir -p exchange/results exchange/machines  # a worker that could not begin made none
 tar c exchange/results exchange/machines $(ls -d exchange/put-off 2>/dev/null) log | xz -T0 > "$out/back.tar.xz"
 
 # of what baselines compiled: their graphs' cache holds the kernels, so Triton's own folder is left out

@@ -343,6 +343,30 @@ def test_what_is_no_whole_verdict_is_not_taken_in(tmp_path: Path) -> None:
         assert (loops.exchange / "late.txt").read_text() == "a-1\n"
 
 
+def test_why_no_worker_judges_is_said_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(DoubleSitting):
+        def command(self, gpu: str) -> Sequence[str]:
+            return [sys.executable, "-c", "raise SystemExit('no module \\x1b[31mtyper')"]
+
+    monkeypatch.setattr(sit, "POLL_S", 0.02)
+    monkeypatch.setattr(sit, "Sitting", Broken)
+    job(tmp_path / "exchange", "a")
+    assert sit.main([str(tmp_path / "exchange"), str(tmp_path / "log")]) == 1
+    said = capsys.readouterr().out
+    assert "2 workers ended without a verdict: ...no module <U+001B>[31mtyper" in said
+    assert said.count("\x1b") == 0
+
+
+def test_a_folder_without_loops_is_left_as_it_is(tmp_path: Path) -> None:
+    other = LoopFolder(tmp_path / "other")
+    for ask in (other.step, other.require):
+        with pytest.raises(UsageError, match="is no folder of loops"):
+            ask()
+    assert not other.root.exists()
+
+
 @needs_git
 def test_a_file_in_place_of_the_loops_and_a_damaged_package_are_told(tmp_path: Path) -> None:
     file = tmp_path / "file"
