@@ -177,6 +177,13 @@ def _command(run: Run, plan: RunPlan) -> str:
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
+    if config.command == "optimize":
+        advisers = {f"--{name}": settings.get(name) for name in ("analyst", "diagnoser")}
+        options |= {**advisers, "--no-counters": None if plan.counters else ""}
+    if (judge := settings.get("judge")) != "local":
+        options["--judge"] = judge
+    for name in ("usd", "tokens", "minutes", "gpu_minutes"):
+        options[f"--budget-{name.replace('_', '-')}"] = settings.get(f"budget_{name}")
     for kernel in plan.search.known_kernels:
         words += ["--from-solution", kernel.name]
     if config.workload:
@@ -192,5 +199,5 @@ def _command(run: Run, plan: RunPlan) -> str:
         }
     for name, value in options.items():
         if value is not None:
-            words += [name, str(value)]
+            words += [name, str(value)] if value != "" else [name]
     return shlex.join(words)

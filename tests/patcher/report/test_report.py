@@ -11,6 +11,7 @@ from report_page import Page
 from report_sample import comparison, decision, profile, sample, together, windows
 
 from patcher.bench import Evaluation, Outcome, UsageError, Workload
+from patcher.plan import RunPlan
 from patcher.report import Report, render_html, render_json, render_markdown, views, wording, write
 from patcher.report.gather import gather
 from patcher.report.receipts import receipt_totals
@@ -210,3 +211,12 @@ def test_the_command_of_a_run_has_what_was_asked_for(tmp_path: Path) -> None:
     assert words[:3] == ["patcher", "run", "a model"]
     assert words[words.index("--engine") + 1] == "vllm"
     assert words[words.index("--dtype") + 1] == "float16"
+    asked = {"model": "m", "diagnoser": "other one", "judge": "exchange:jobs", "budget_usd": 0.5}
+    plan = RunPlan(op="rms_norm", whole=False, counters=False).model_dump(mode="json")
+    settings = {**asked, "analyst": None, "budget_minutes": 0, "plan": plan}
+    with Run.create(tmp_path, command="optimize", settings=settings) as run:
+        [began, *_] = gather(run).commands
+    assert began == (
+        "patcher optimize rms_norm --model m --diagnoser 'other one' --no-counters "
+        "--judge exchange:jobs --budget-usd 0.5 --budget-minutes 0"
+    )
