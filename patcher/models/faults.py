@@ -11,7 +11,7 @@ from patcher.bench import BudgetError, MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Trouble
 from patcher.models.gate import MESSAGE_LIMIT, NAME_LIMIT, Cleaner, Draft, inside
 from patcher.models.registry import ModelEntry
-from patcher.models.retry import retry_after_s
+from patcher.models.retry import LONGEST_WISH_S, retry_after_s
 from patcher.models.wire import GateError
 
 _RESUME = "the run is kept: patcher resume"
@@ -82,12 +82,14 @@ class Faults:
             trouble = "overloaded"
         elif status in (408, 504) or "timeout_error" in words:
             trouble = "timeout"
+        wish = retry_after_s(headers)
+        later = wish if wish and wish > LONGEST_WISH_S else None
         return ModelError(
             f"{server} is failing ({kind or status or 'no reason given'}): {said}",
-            _RESUME,
+            f"it may be asked again in {later / 60:,.0f} minutes; {_RESUME}" if later else _RESUME,
             trouble=trouble,
             charged=draft is not None or status in _MAYBE_BILLED,
-            retry_after_s=retry_after_s(headers),
+            retry_after_s=wish,
             received_characters=draft.characters if draft else 0,
         )
 

@@ -316,8 +316,9 @@ class TestRetries:
             api.failure(429, "rate_limit_error", headers={"retry-after": when})
             for when in (past, hour)
         ]
-        with pytest.raises(ModelError):
+        with pytest.raises(ModelError) as caught:
             ask(run, api, server, slept)
+        assert "may be asked again in 60 minutes" in caught.value.hint
         assert slept.pauses == [3.0]  # one that is past is none
 
     def test_silence_is_a_timeout_and_may_have_been_billed(
