@@ -16,6 +16,7 @@ from patcher.models.ceilings import (
     Resource,
     SpendingLimits,
     account,
+    dollars,
 )
 from patcher.runs.run import Run
 
@@ -137,13 +138,17 @@ _FLAGS: dict[Resource, tuple[str, float]] = {
 def _said(name: Resource, value: float) -> str:
     match name:
         case "usd":
-            return f"${value:.2f}"
+            return dollars(value)
         case "tokens":
             return f"{value:,.0f} tokens"
         case "wall_s":
-            return f"{value / 60:.1f} minutes"
+            return f"{_minutes(value)} minutes"
         case "gpu_s":
-            return f"{value / 60:.1f} GPU minutes"
+            return f"{_minutes(value)} GPU minutes"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}" if seconds >= 6 or not seconds else f"{seconds / 60:.1g}"
 
 
 def time_is_up(what: str, limit_s: float | None) -> BudgetError:

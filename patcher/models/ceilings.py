@@ -27,6 +27,13 @@ RAISED = "ceilings"
 """The subject of the note by which `patcher resume` gives a run more."""
 
 
+def dollars(value: float) -> str:
+    """An amount of money, however small: what is there is not shown as nothing."""
+    if value and value < 0.01:
+        return f"${value:.2g}" if value >= 1e-4 else "under $0.0001"
+    return f"${value:,.2f}"
+
+
 class Amount(Record):
     """So much of everything."""
 
@@ -211,7 +218,7 @@ class CostLedger(Record):
         columns = self.columns()
         if any(each.usd for each in columns.values()):
             return ", ".join(
-                f"${each.usd:.2f} {name}"
+                f"{dollars(each.usd)} {name}"
                 for name, each in columns.items()
                 if each.usd or name == "used"
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from patcher.attempts import Attempt, Progress
 from patcher.models import Usage
+from patcher.models.ceilings import dollars
 from patcher.report.markup import code, plain, table
 from patcher.report.wording import clip, times
 from patcher.runs.run import Run
@@ -44,7 +45,7 @@ def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:
                 times(attempt.geomean_speedup),
                 plain(clip("; ".join((attempt.detail, *attempt.repairs)), 300)),
                 code(attempt.model),
-                "" if total.cost_usd is None else f"${total.cost_usd:.2f}",
+                "" if total.cost_usd is None else dollars(total.cost_usd),
                 _files(folder / number),
             ]
         )

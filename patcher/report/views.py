@@ -12,7 +12,7 @@ from patcher.bench import Outcome, Throughput, Timing, Window
 from patcher.bench.ab.window_clocks import power_capped
 from patcher.bench.stats.comparison import Verdict
 from patcher.hotspot import Hotspot, Profile
-from patcher.models.ceilings import CostLedger
+from patcher.models.ceilings import CostLedger, dollars
 from patcher.report import wording
 from patcher.report.record import Report
 from patcher.report.step import chain_numbers
@@ -243,7 +243,7 @@ COST_HEAD = ("", "Dollars", "Tokens", "Minutes")
 def cost_rows(ledger: CostLedger) -> list[list[str]]:
     """A row for each column of the ledger."""
     return [
-        [name, f"${each.usd:.2f}", wording.count(each.tokens), f"{each.wall_s / 60:.1f}"]
+        [name, dollars(each.usd), wording.count(each.tokens), f"{each.wall_s / 60:.1f}"]
         for name, each in ledger.columns().items()
     ]
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patcher.kernel_search.estimate import Estimate, Figure
+from patcher.models.ceilings import dollars
 from patcher.models.limits import KnownLimits, is_recent
 from patcher.models.registry import ListedModel
 from patcher.visible import one_line
@@ -56,7 +57,7 @@ def estimate_lines(found: Estimate) -> list[Table | Text]:
     rows: list[tuple[str, Figure, float | None, Callable[[float], str]]] = [
         ("calls", found.calls, None, "{:,.0f}".format),
         ("tokens", found.tokens, found.ceilings.tokens, "{:,.0f}".format),
-        ("money", found.usd, found.ceilings.usd, "${:,.2f}".format),
+        ("money", found.usd, found.ceilings.usd, dollars),
         ("GPU minutes", found.gpu_minutes, found.ceilings.gpu_minutes, "{:,.1f}".format),
         ("minutes", Figure(expected=None, worst=None), found.ceilings.minutes, "{:,.1f}".format),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from patcher.models.ceilings import Amount, CostLedger
+from patcher.models.ceilings import Amount, CostLedger, dollars
 from patcher.status import Status
 
 
@@ -50,5 +50,5 @@ def cost_line(ledger: CostLedger) -> Text:
 def _money(amount: Amount) -> str:
     """Dollars, or tokens where nothing was paid."""
     if amount.usd or not amount.tokens:
-        return f"${amount.usd:.2f}"
+        return dollars(amount.usd)
     return f"{amount.tokens:,} tokens"

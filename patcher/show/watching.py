@@ -16,6 +16,7 @@ from patcher.attempts import Attempt, Stage
 from patcher.attempts import Progress as LoopProgress
 from patcher.bench import Outcome
 from patcher.models import Usage
+from patcher.models.ceilings import dollars
 from patcher.show.progress import StageBar
 from patcher.status import best_of
 from patcher.visible import visible
@@ -157,6 +158,6 @@ def _speedup(attempt: Attempt | None) -> str:
 def _money(usage: Usage) -> str:
     """What was paid, or else what was written."""
     if usage.cost_usd is not None:
-        return f"${usage.cost_usd:.2f}"
+        return dollars(usage.cost_usd)
     tokens = usage.output_tokens
     return "" if tokens is None else f"{tokens:,} tokens"

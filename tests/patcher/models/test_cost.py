@@ -14,7 +14,7 @@ from gate_soak import soak
 from model_servers import APIS, KEY, Api, ApiServer, Item
 
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Amount
+from patcher.models.ceilings import Amount, dollars
 from patcher.report.gather import write_report
 from patcher.runs.run import Run
 
@@ -46,6 +46,8 @@ def test_three_columns_and_their_words(tmp_path: Path) -> None:
     assert (found.used.tokens, found.set_aside.tokens, found.unknown.tokens) == (100, 900, 2705)
     assert found.most_usd == 6.25
     assert found.sentence() == "$0.25 used, $1.00 set aside, $5.00 unknown"
+    shown = [dollars(each) for each in (0, 1e-9, 0.0046, 0.0312, 1234.5)]
+    assert shown == ["$0.00", "under $0.0001", "$0.0046", "$0.03", "$1,234.50"]
     assert "60 tokens in (7 of them cached), 40 out; answered by m; prices by list price" in (
         found.details()
     )
