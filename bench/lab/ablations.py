@@ -288,6 +288,8 @@ def _plan(words: argparse.Namespace) -> AblationPlan:
         raise UsageError(f"no variant {unknown[0]!r}", f"there are: {', '.join(VARIANTS)}")
     if language.traits.device == "cpu" and not words.variant:
         chosen.remove("no counters")  # there are none
+    if words.iterations < 1 or words.seeds < 1:
+        raise UsageError("--iterations and --seeds are at least 1", "give larger numbers")
     asked = AblationPlan(
         ops=tuple(load_op(op).name for op in words.ops),
         language=language,

@@ -95,6 +95,7 @@ def test_one_command_goes_on_until_the_table_is_whole(
     assert main(words) == 0  # nothing is left to do
     assert len(list((tmp_path / "prompts").rglob("*.prompt.md"))) == prompts
     assert main([*words, "--sweep", "cpu"]) == 2
+    assert main([*words, "--iterations", "0"]) == 2
     assert "another plan" in capsys.readouterr().err
 
 
