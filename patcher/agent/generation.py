@@ -57,8 +57,11 @@ class Generator:
         """Send what waits for a batch. True: answers have come, so generate the round again."""
         return self._agents.answered()
 
-    def generate(self, iteration: int, ask: CandidateRequest) -> GeneratedSource:
+    def generate(self, iteration: int, ask: CandidateRequest, reading: int) -> GeneratedSource:
         """The source that this request gives.
+
+        Args:
+            reading: of `RequestRound`.
 
         Raises:
             BudgetError, WaitingError, ModelError, MissingError: the reply has not come.
@@ -69,7 +72,7 @@ class Generator:
         prompts = self._prompts
         longest = min(LONGEST_SOURCE, prompts.room * 2 // 3)
         source = unusable(reply) or extract_source(
-            reply.text, prompts.language, prompts.op.name, longest
+            reply.text, prompts.language, prompts.op.name, longest, reading=reading
         )
         return GeneratedSource(iteration, ask, advice, reply, source)
 

@@ -27,7 +27,6 @@ from patcher.attempts import (
     Stopped,
 )
 from patcher.attempts.history import (
-    CandidateRequest,
     IterationResult,
     LoopHistory,
     RequestRound,
@@ -41,6 +40,7 @@ from patcher.models import PROMPT_TOKENS, Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.client import ModelClient
 from patcher.models.replay import RecordingEndedError
+from patcher.prompting.extract import WHOLE_FILES
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
@@ -77,6 +77,7 @@ def run_loop(
     adapt: AdaptPrompt | None = None,
     prepare: PrepareRound | None = None,
     final: bool = False,
+    reading: int = WHOLE_FILES,
     score: ScoreFunction | None = None,
     on_event: Callable[[Progress], None] | None = None,
     say: Callable[[str], None] | None = None,
@@ -101,6 +102,7 @@ def run_loop(
         adapt: the caller's last word on a prompt.
         prepare: told of a round's candidates before they are judged.
         final: what comes after the loop has begun, so that its end stands whatever is given.
+        reading: how replies are read in rounds that begin now.
         score: ranks right candidates; None is by speedup.
         on_event: hears of each iteration's stages.
         say: told of calls that failed and are tried again.
@@ -136,6 +138,7 @@ def run_loop(
         score=score,
         tell=tell,
         final=final,
+        reading=reading,
     )
     found = loop.result(loop.work())
     run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
@@ -156,16 +159,17 @@ class _Loop:
     score: ScoreFunction | None
     tell: ProgressReporter
     final: bool
+    reading: int
 
     def work(self) -> Stopped:
         """Round after round; returns why it ended."""
         number = 0
         while True:
-            asks = self._next(number)
-            if isinstance(asks, Stopped):
-                return asks
+            asked = self._next(number)
+            if isinstance(asked, Stopped):
+                return asked
             try:
-                self._round(number, asks)
+                self._round(number, asked)
             except RecordingEndedError as error:
                 if not self.history.attempts:
                     raise
@@ -199,11 +203,11 @@ class _Loop:
         best = best_of(self.history.results)
         return best if best and best.rank[0] else None
 
-    def _next(self, number: int) -> tuple[CandidateRequest, ...] | Stopped:
+    def _next(self, number: int) -> RequestRound | Stopped:
         """The next round, or the end: decided once, whatever a later version would say."""
         step = f"{self.op.name}/round-{number}"
         if self.run.done(step):
-            return self.run.load(step, RequestRound).asks
+            return self.run.load(step, RequestRound)
         if stopped := self._recorded_stop():
             return stopped
         if stopped := reason_to_stop(self.history.results, self.rules):
@@ -215,7 +219,8 @@ class _Loop:
         if not asks:
             detail = f"strategy {self.strategy.name} has nothing more to ask"
             return self._stop(Stopped(reason="asked_all", detail=detail))
-        return self.run.step(step, lambda: RequestRound(asks=asks), RequestRound).asks
+        asked = RequestRound(asks=asks, reading=self.reading)
+        return self.run.step(step, lambda: asked, RequestRound)
 
     def _recorded_stop(self) -> Stopped | None:
         return recorded_stop(self.run, self.op.name, final=self.final)
@@ -226,9 +231,9 @@ class _Loop:
         step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
         return self.run.step(step, lambda: done, Stopped)
 
-    def _round(self, number: int, asks: Sequence[CandidateRequest]) -> None:
+    def _round(self, number: int, asked: RequestRound) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
-        generated, spent = self._generate(asks)
+        generated, spent = self._generate(asked)
         candidates = {}
         for one in generated:
             if isinstance(one.source, str):
@@ -243,9 +248,7 @@ class _Loop:
         if spent := spent or evaluations.spent:
             raise spent
 
-    def _generate(
-        self, asks: Sequence[CandidateRequest]
-    ) -> tuple[list[GeneratedSource], BudgetError | None]:
+    def _generate(self, asked: RequestRound) -> tuple[list[GeneratedSource], BudgetError | None]:
         """What was asked for, and why the last ones were not. What goes out in a batch goes out
         together: the advice of a round, then its questions for a source.
 
@@ -255,12 +258,12 @@ class _Loop:
         stopped = self._recorded_stop()
         while True:
             waits, generated, spent = PendingWaits(), list[GeneratedSource](), None
-            for iteration, ask in enumerate(asks, len(self.history.results)):
+            for iteration, ask in enumerate(asked.asks, len(self.history.results)):
                 if stopped and iteration >= stopped.iterations:
                     break  # it ended in the midst of this round
                 try:
                     with waits.collect():
-                        generated.append(self.generator.generate(iteration, ask))
+                        generated.append(self.generator.generate(iteration, ask, asked.reading))
                 except BudgetError as error:
                     spent = error  # what is paid for is judged all the same
                     break

@@ -43,6 +43,8 @@ class RequestRound(Record):
     recorded_as: ClassVar[str] = "Round"
 
     asks: tuple[CandidateRequest, ...] = Field(min_length=1)
+    reading: int = 0
+    """How its replies are read: `patcher.prompting.extract`. A later version reads them alike."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from patcher.agent import StopRules, recorded_stop, run_loop
 from patcher.attempts import Attempt, LoopResult
+from patcher.attempts.history import RequestRound
 from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
@@ -73,6 +74,8 @@ class LoopRecording(Record):
     prompt_tokens: int = Field(gt=0)
     without: frozenset[Role] = frozenset()
     """Advisers that were switched off."""
+    reading: int = 0
+    """How replies were read: `RequestRound.reading`, of the first round."""
     optimisation: LoopResult
     tokens: tuple[tuple[int, int], ...]
     """In and out, by iteration, all its questions together: as the provider counted, else estimated
@@ -117,6 +120,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
     if run.done("profile"):
         given["share_pct"] = op_share_pct(run.load("profile", Profile), op.name)
     rules = {name: value for name, value in given.items() if value is not None}
+    first = f"{op.name}/round-0"
     made = LoopRecording(
         op=op.name,
         contract=op.digest,
@@ -132,6 +136,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
         without=frozenset(unadvised(settings)),
+        reading=run.load(first, RequestRound).reading if run.done(first) else 0,
         optimisation=result,
         tokens=tuple(_tokens(run, op.name, one.iteration) for one in result.iterations),
     )
@@ -221,6 +226,7 @@ def replay(folder: Path) -> list[str]:
             prompt_tokens=made.prompt_tokens,
             without=made.without,
             known_kernels=made.search.known_kernels,
+            reading=made.reading,
             score=score if scores else None,
         )
     if (then.stopped, again.stopped) == ("budget", "recording_ended"):

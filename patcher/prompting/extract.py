@@ -3,8 +3,10 @@ an error."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from typing import Any
 
 from pydantic import JsonValue
@@ -25,6 +27,9 @@ _LONGEST_FENCE = 200
 _MAX_BRACES = 500
 _LONGEST_ADVICE = 100_000
 """Characters of a reply that is to hold one short JSON object."""
+AS_WRITTEN, ANSWERS, WHOLE_FILES = 0, 1, 2
+"""How replies are read: with the thinking in them; without; also those that are a source file and
+no fenced block. The judge says of either what it is worth."""
 LONGEST_SOURCE = 60_000
 """Characters of a source, unless a prompt has less room; kernels have some thousands."""
 
@@ -80,22 +85,57 @@ def unusable(reply: Reply) -> ReplyFailure | None:
     return None
 
 
+def whole_file(text: str, language: Language, entry: str) -> str | None:
+    """A reply that is a source file from its first line to its last, but for the line of a fence at
+    its end; None where that is not sure."""
+    lines = text.strip().split("\n")
+    if len(lines) > 1 and re.fullmatch(r"[ \t]{0,3}`{3,}\s*", lines[-1]):
+        del lines[-1]
+    source = "\n".join(lines).rstrip()
+    if len(source) > LONGEST_SOURCE or blocks(source):
+        return None
+    if language.traits.in_python:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                defined = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        names = [one.name for one in defined if isinstance(one, ast.FunctionDef)]
+        return source if entry in names else None
+    code = views(source, language).code
+    ends = source.startswith(("//", "/*", "#include", "#pragma")) and code.rstrip().endswith("}")
+    return source if ends and re.search(rf"\b{re.escape(entry)} ?\(", code) else None
+
+
 def extract_source(
-    text: str, language: Language, entry: str, longest: int = LONGEST_SOURCE
+    text: str,
+    language: Language,
+    entry: str,
+    longest: int = LONGEST_SOURCE,
+    *,
+    reading: int = ANSWERS,
 ) -> str | ReplyFailure:
     """The source in a reply: the last block of the language that names the entry, or else the only
     block.
 
     Args:
         longest: characters that the source may have; a later prompt must have room for it.
+        reading: `AS_WRITTEN`, `ANSWERS` or `WHOLE_FILES`.
     """
     if len(text) > _LONGEST_REPLY:
         return ReplyFailure(kind="too_long", detail="the reply is too long")
-    found = blocks(answer(text))
+    if reading > AS_WRITTEN:
+        text = answer(text)
+    found, tag = blocks(text), language.traits.tags[0]
+    closed = bool(found) and found[-1].closed
+    if reading >= WHOLE_FILES and not closed and (source := whole_file(text, language, entry)):
+        found = [CodeBlock(tag=tag, source=source, closed=True)]
     if not found:
-        return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
+        detail = "the reply holds no fenced code block"
+        if reading >= WHOLE_FILES:
+            detail += f": before the file's first line write ```{tag}, after its last ```"
+        return ReplyFailure(kind="no_source", detail=detail)
     if not found[-1].closed:
-        tag = language.traits.tags[0]
         detail = f"its last code block is not closed; begin it with ```{tag}, end it with ```"
         return ReplyFailure(kind="unclosed", detail=detail)
     fitting = [block for block in found if block.tag in language.traits.tags]
@@ -107,8 +147,7 @@ def extract_source(
     else:
         return ReplyFailure(
             kind="ambiguous",
-            detail=f"{len(found)} code blocks, none tagged {language.traits.tags[0]}; "
-            "give one block with that tag",
+            detail=f"{len(found)} code blocks, none tagged {tag}; give one block with that tag",
         )
     if not chosen.source.strip():
         return ReplyFailure(kind="empty", detail="the code block is empty")

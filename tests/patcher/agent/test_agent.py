@@ -21,6 +21,7 @@ from agent_sample import (
 
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, run_loop
 from patcher.attempts import LoopResult, Progress
+from patcher.attempts.history import CandidateRequest, RequestRound
 from patcher.bench import (
     BudgetError,
     Candidate,
@@ -34,6 +35,7 @@ from patcher.bench import (
 )
 from patcher.models import Reply, Request
 from patcher.models.exchange import ExchangeModel
+from patcher.prompting.extract import WHOLE_FILES
 from patcher.runs.run import Run
 
 
@@ -170,6 +172,17 @@ def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) ->
     results = [whole(at) for at in range(11)]
     assert {effects for _, effects in results} == {11}
     assert all(found == results[0][0] for found, _ in results)
+
+
+def test_rounds_of_before_are_read_as_before(op: Op, run: Run, tmp_path: Path) -> None:
+    """A reply that is a file and no block was none, and its loop went on from there."""
+    file = f"// {OP}\nvoid {OP}(int a) {{\n}}"
+    model = recording(tmp_path, [("0/generate", file), ("1/generate", file)])
+    asked = RequestRound(asks=(CandidateRequest(kind="generate"),))
+    run.step(f"{OP}/round-0", lambda: asked, RequestRound)
+    found = run_loop(run, op, Language.CPP, model, lambda one: verdict(one, 2.0), 2, DEVICE)
+    assert names(found) == [("functional", "generation_failure"), ("functional", "correct")]
+    assert run.load(f"{OP}/round-1", RequestRound).reading == WHOLE_FILES
 
 
 def test_the_same_source_is_judged_once(op: Op, run: Run, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from patcher.kernel_search.recording import (
 )
 from patcher.kernel_search.recording_archive import recordings
 from patcher.plan import RunPlan
+from patcher.prompting.extract import WHOLE_FILES
 from patcher.settings import resolve
 from patcher.workloads import workload_for
 
@@ -135,6 +136,7 @@ def test_a_person_can_read_it(recorded: Path) -> None:
     assert "| 1 | optimisation | " in text
     made = read(recorded)
     assert len(made.tokens) == 2
+    assert made.reading == WHOLE_FILES
     assert min(made.tokens[1]) > 100
     asked = (recorded / REPLIES).read_text().splitlines()
     assert [json.loads(line)["role"] for line in asked] == ["generate", "analyse", "generate"]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
+from command_line import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
 from patcher.bench import Language
-from patcher.prompting.extract import blocks, extract_json, extract_source, strict_schema
+from patcher.kernel_search.recording import REPLIES, read
+from patcher.kernel_search.recording_archive import recordings
+from patcher.models.replay import RecordedReply, read_recording
+from patcher.prompting.extract import (
+    AS_WRITTEN,
+    WHOLE_FILES,
+    blocks,
+    extract_json,
+    extract_source,
+    strict_schema,
+    unusable,
+)
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))
@@ -54,6 +67,71 @@ def test_failures_have_kinds() -> None:
     assert failure_kind("```cpp\n// Op: norm: the form of a header.\n/* norm */\n```") == "empty"
     assert failure_kind('```python\n# Op: norm\n"""norm"""\n```', Language.TRITON) == "empty"
     assert failure_kind("```bash\nls\n```\n```text\nx\n```") == "ambiguous"
+
+
+FILE = f"// Op: norm: x\n#include <cmath>\n{SOURCE}"
+TRITON = "# Op: norm: x\nimport triton\n\ndef norm(a):\n    return '\\d'"
+
+
+@pytest.mark.parametrize("end", ["", "\n```", "\n```\n"])
+@pytest.mark.parametrize(
+    ("language", "file"), [("cpp", FILE), ("cpp", f"{FILE}\n// an end"), ("triton", TRITON)]
+)
+def test_a_reply_that_is_the_file_itself(language: str, file: str, end: str) -> None:
+    reply, of = f"<think>x</think>\n{file}{end}", Language(language)
+    assert extract_source(reply, of, "norm", reading=WHOLE_FILES) == f"{file}\n"
+    found = extract_source(reply, of, "norm")  # as earlier versions took it
+    assert isinstance(found, ReplyFailure)
+    assert extract_source(f"```\n{file}\n```", of, "norm", reading=WHOLE_FILES) == f"{file}\n"
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("cpp", "// Op: norm: x\n// It is done by norm(a) with {}"),
+        ("cpp", f"Here is norm:\n{SOURCE}"),
+        ("cpp", f"{FILE}\nIt is fast."),
+        ("cpp", FILE.replace("norm", "other") + "// norm(int a)\n}"),
+        ("cpp", f"{FILE}\n```\nThen:\n```cpp\n{SOURCE}"),
+        ("cpp", FILE + "\n" + "// x\n" * 20_000 + "}"),
+        ("triton", "# Op: norm: x\n# def norm(a): return a"),
+        ("triton", f"This is norm:\n{TRITON}"),
+        ("triton", TRITON.replace("def norm", "def other")),
+        ("triton", "def norm(a):\n    return " + "(" * 9000 + ")" * 9000),
+        ("triton", "def norm(a):\n    return \0a"),
+    ],
+)
+def test_what_is_not_surely_a_file_is_none(language: str, text: str) -> None:
+    found = extract_source(text, Language(language), "norm", reading=WHOLE_FILES)
+    assert isinstance(found, ReplyFailure)
+    assert found.kind in ("no_source", "unclosed")
+
+
+def test_so_many_replies_of_a_small_model_are_files() -> None:
+    """As docs/tutorials/local-model.md says of the loops that ship."""
+    counted = Counter[tuple[bool, bool]]()
+    for name in ("recordings", "kernelbench-local"):
+        with recordings(ROOT / f"bench/results/loop/{name}.tar.xz") as folders:
+            small = [each for each in folders if "-local" in each.name or "qwen" in each.name]
+            for folder in small:
+                language = read(folder).language
+                for line in read_recording(folder / REPLIES):
+                    if line.role == "generate":
+                        counted[_is_source(line, language, 0), _is_source(line, language, 2)] += 1
+    assert counted == {(True, True): 69, (False, False): 28, (False, True): 13}
+
+
+def _is_source(line: RecordedReply, language: Language, reading: int) -> bool:
+    entry = line.step.partition("/")[0]
+    found = unusable(line.reply) or extract_source(
+        line.reply.text, language, entry, reading=reading
+    )
+    return isinstance(found, str)
+
+
+def test_thinking_is_read_where_it_was_read_before() -> None:
+    reply = f"```cpp\n{SOURCE}\n```\n</think>"
+    assert extract_source(reply, Language.CPP, "norm", reading=AS_WRITTEN) == SOURCE + "\n"
 
 
 def test_cuda_may_be_tagged_cpp() -> None:
