@@ -118,7 +118,7 @@ class Draft:
     holes: bool = False
     """Whether a part is lost: the rest must not be used."""
     counts: dict[str, object] = field(default_factory=dict)
-    """Of tokens, by our names: input, written_to_cache, read_from_cache, output."""
+    """Of tokens, by our names: input, written_to_cache, read_from_cache, output, total."""
     repairs: list[str] = field(default_factory=list)
 
     def named(self, model: object) -> None:
@@ -209,6 +209,9 @@ class Counts:
         # more than the room that was asked for, only where more came
         most = max(self.room, 4 * draft.characters)
         written = count(said.get("output"), -(-draft.characters // MOST_PER_TOKEN), most)
+        total = said.get("total")  # some count thinking in it alone, and bill it as output
+        if given is not None and written is not None and type(total) is int:
+            written = count(max(written, total - given), written, most)
         if given is None or written is None:
             said_any = any(each is not None for each in said.values())
             what = "cannot be true" if said_any else "are missing"

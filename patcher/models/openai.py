@@ -26,7 +26,9 @@ _COUNTS = (
     ("input", "prompt_tokens"),
     ("cached", "prompt_tokens_details", "cached_tokens"),
     ("output", "completion_tokens"),
+    ("total", "total_tokens"),
 )
+"""xAI and Google count thinking, which is billed as output, in the total alone."""
 _OLD, _NEW = "max_tokens", "max_completion_tokens"
 """How the room is called: other servers know the old name, OpenAI's own models want the new one."""
 

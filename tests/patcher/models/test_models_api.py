@@ -25,6 +25,7 @@ from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Amount, SpendingLimits
 from patcher.models.client import REPHRASED, ModelClient
+from patcher.models.openai import OpenAIModel
 from patcher.models.prices import CacheShares
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import TRIES, Clock, alarm
@@ -216,6 +217,27 @@ class TestReplies:
             server.script = [Item(b"".join(api.events(tokens=(tokens, 10))))]
             repairs = api.open(server).ask(asked).repairs
             assert any("may have cut the prompt" in each for each in repairs) is told
+
+    @pytest.mark.parametrize(
+        ("total", "output"), [(431, 331), (120, 20), (7, 20), (10**9, None), ("431", 20)]
+    )
+    def test_thinking_that_only_the_total_counts_is_output(
+        self, server: ApiServer, total: object, output: int | None
+    ) -> None:
+        usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": total}
+        done = {"choices": [{"message": {"content": "Hello"}, "finish_reason": "stop"}]}
+        server.script = [Item(json.dumps({**done, "usage": usage}).encode())]
+        entry = ModelEntry(
+            provider="openai",
+            model="grok",
+            base_url=f"{server.url}/v1",
+            input_usd_per_mtok=1,
+            output_usd_per_mtok=10,
+        )
+        reply = OpenAIModel(entry).ask(request())
+        assert reply.usage.output_tokens == output
+        if output:
+            assert reply.usage.cost_usd == pytest.approx((100 + 10 * output) / 1e6)
 
     def test_the_room_has_the_name_that_the_server_knows(self, server: ApiServer) -> None:
         openai = APIS["openai"]
