@@ -84,9 +84,9 @@ def warm_up(
     First collects OUT/examples.jsonl, once, which says of each example where it is from. Then
     TRL's SFT trains a LoRA adapter, OUT/adapter; a line of OUT/metrics.jsonl an update.
 
-    Exit code 2: OUT holds something else or was begun with other options, or nothing right was
-    found; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
-    limit came first. After 3 and 4 the same command goes on.
+    Exit code 2: OUT holds something else or was begun with other options, nothing right was found,
+    or the training diverged; 3: a package or a device is missing, or the machine is too busy to
+    judge; 4: the time limit came first. After 3 and 4 the same command goes on.
     """
     from patcher.training.examples import EXAMPLES, Example, collect_examples
     from patcher.training.folder import Deadline, open_training
@@ -183,9 +183,9 @@ def reinforce(
     the same command goes on from the newest checkpoint: optimiser, random states and order of
     tasks too.
 
-    Exit code 2: OUT holds something else or was begun with other options; 3: a package or a device
-    is missing, or the judge's process dies on every reply; 4: the time limit came first, and the
-    same command goes on.
+    Exit code 2: OUT holds something else or was begun with other options, or the training diverged;
+    3: a package or a device is missing, or the judge's process dies on every reply; 4: the time
+    limit came first, and the same command goes on.
     """
     from patcher.training.choice import choose_ops
     from patcher.training.folder import Deadline, open_training

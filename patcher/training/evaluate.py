@@ -16,7 +16,7 @@ from patcher.bench.stats.shares import ShareInterval, grouped_share, paired_diff
 from patcher.training.folder import Deadline, TrainingFolder, TrainingOptions
 from patcher.training.replies import SHARES, JudgedReply, SampledReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges, Told
-from patcher.training.weights import LoadedModel
+from patcher.training.weights import LoadedModel, probabilities_checked
 
 RESULT = "evaluation.json"
 
@@ -200,7 +200,7 @@ def _generate(
         texts, return_tensors="pt", padding=True, add_special_tokens=False
     ).to(loaded.model.device)
     loaded.model.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), probabilities_checked():
         whole = loaded.model.generate(
             input_ids=given["input_ids"],
             attention_mask=given["attention_mask"],

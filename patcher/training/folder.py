@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -21,7 +21,7 @@ from patcher.bench import SCHEMA_VERSION, Record, UsageError
 from patcher.runs import durable
 from patcher.training.line_file import LineFile
 from patcher.training.replies import SampledReply
-from patcher.training.weights import ADAPTER
+from patcher.training.weights import ADAPTER, adapter_digest
 
 ABOUT, CHECKPOINTS, METRICS = "training.json", "checkpoints", "metrics.jsonl"
 SAMPLES, VERDICTS = "samples.jsonl", "verdicts.jsonl"
@@ -118,9 +118,25 @@ class TrainingFolder:
 
     def save_adapter(self, model: Any) -> None:
         """Write the adapter in place of the last."""
+        self._replace_adapter(lambda staged: model.save_pretrained(str(staged)))
+
+    def adopt_adapter(self, checkpoint: Checkpoint) -> None:
+        """Have the adapter of a checkpoint, after which a kill came before `save_adapter`."""
+        there = (self.adapter / "adapter_config.json").is_file()
+        if there and adapter_digest(self.adapter) == adapter_digest(checkpoint.path):
+            return
+
+        def copy(staged: Path) -> None:
+            staged.mkdir()
+            for file in checkpoint.path.glob("adapter_*"):
+                shutil.copy(file, staged)
+
+        self._replace_adapter(copy)
+
+    def _replace_adapter(self, write: Callable[[Path], object]) -> None:
         staged = self.path / f".{ADAPTER}.tmp"
         shutil.rmtree(staged, ignore_errors=True)
-        model.save_pretrained(str(staged))
+        write(staged)
         shutil.rmtree(self.adapter, ignore_errors=True)
         staged.replace(self.adapter)
         durable.sync_folder(self.path)

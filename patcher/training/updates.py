@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -9,9 +10,14 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from patcher.bench import BudgetError
+from patcher.bench import BudgetError, UsageError
 from patcher.training.folder import Deadline, TrainingFolder, UpdateMetrics
-from patcher.training.weights import device_here, require_one_gpu
+from patcher.training.weights import (
+    device_here,
+    finite_weights,
+    probabilities_checked,
+    require_one_gpu,
+)
 
 Told = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -47,6 +53,7 @@ def shared_arguments(
         "save_steps": -(-save_every // per_round) * per_round,
         "save_total_limit": 2,
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # else a loss that is no number is logged as 0
         "report_to": "none",
         "disable_tqdm": True,
         "bf16": on_gpu,
@@ -96,22 +103,28 @@ class UpdateWriter(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any
     ) -> None:
         if logs is None or "loss" not in logs:
             return  # the summary after the last update
+        update, loss = state.global_step, float(logs["loss"])
+        if not math.isfinite(loss) or not finite_weights(more["model"]):
+            raise UsageError(
+                f"the training has diverged: loss or adapter of update {update} are no numbers",
+                "give a new folder and a smaller --learning-rate",
+            )
         took_s = self._took_s[-1]
         fields = self._measure(logs)
         spent_s = fields.get("generating_s", 0.0) + fields.get("judging_s", 0.0)
         line = UpdateMetrics(
-            update=state.global_step,
-            loss=float(logs["loss"]),
+            update=update,
+            loss=loss,
             training_s=round(took_s - spent_s, 3),
             **fields,
         )
         self._folder.metrics.append([line])
         note = f"loss {line.loss:.3f}" if line.reward is None else f"reward {line.reward:+.2f}"
-        self._told(f"updates ({note})", state.global_step, self._updates)
+        self._told(f"updates ({note})", update, self._updates)
 
 
 def run_updates(trainer: Any, folder: TrainingFolder, updates: int, deadline: Deadline) -> None:
@@ -119,12 +132,16 @@ def run_updates(trainer: Any, folder: TrainingFolder, updates: int, deadline: De
 
     Raises:
         BudgetError: the time limit came first.
+        UsageError: the training has diverged.
     """
     trainer.remove_callback(PrinterCallback)
     newest = folder.rewind()
     if newest is None or newest.update < updates:
-        trainer.train(resume_from_checkpoint=str(newest.path) if newest else None)
+        with probabilities_checked():
+            trainer.train(resume_from_checkpoint=str(newest.path) if newest else None)
         folder.save_adapter(trainer.accelerator.unwrap_model(trainer.model))
+    else:
+        folder.adopt_adapter(newest)
     done = trainer.state.global_step if newest is None or newest.update < updates else updates
     if deadline.hit and done < updates:
         raise BudgetError(

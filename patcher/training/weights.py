@@ -139,6 +139,30 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def probabilities_checked() -> Iterator[None]:
+    """Within, a model whose probabilities are no numbers is a user's error, not torch's.
+
+    Raises:
+        UsageError: there was one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise UsageError(
+            "the model's probabilities are no numbers: its weights or its adapter have diverged",
+            "see that the model is whole; train the adapter anew with a smaller --learning-rate",
+        ) from error
+
+
+def finite_weights(model: Any) -> bool:
+    """Whether the weights of a model's adapter are numbers."""
+    own = [each for name, each in model.named_parameters() if "lora_" in name]
+    return all(torch.stack([each.detach().isfinite().all() for each in own]).tolist())
+
+
 def adapter_folder(path: Path) -> Path:
     """The adapter in a folder, or in the folder of a training.
 
@@ -191,9 +215,15 @@ def _adapted(model: Any, adapter: Path | None, lora: LoraOptions | None) -> Any:
     if adapter is not None:
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(
+        adapted = PeftModel.from_pretrained(
             model, str(adapter_folder(adapter)), is_trainable=lora is not None
         )
+        if not finite_weights(adapted):
+            raise UsageError(
+                f"the adapter in {adapter} has weights that are no numbers",
+                "train it anew with a smaller --learning-rate",
+            )
+        return adapted
     if lora is None:
         return model
     from peft import LoraConfig, get_peft_model

@@ -1,0 +1,84 @@
+"""How a training ends: killed before its adapter is written, or with weights that diverged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_writer import write_model
+
+from patcher.bench import BudgetError, Language, UsageError
+from patcher.training.examples import Example
+from patcher.training.folder import Deadline, TrainingFolder, open_training, read_metrics
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'patcher[trl]'")
+
+
+def train(model: Path, folder: Path, minutes: float | None = None, **more: Any) -> None:
+    from patcher.training.warm_up import WarmUpOptions, warm_up
+    from patcher.training.weights import LoraOptions, load_model, seeded
+
+    options = WarmUpOptions(
+        **{"model": "m", "language": "torch", "sources": ("s",), "updates": 3}
+        | {"examples_per_update": 1, "batch": 1, "learning_rate": 0.1, "save_every": 1}
+        | more
+    )
+    example = Example(
+        prompt="p", reply="a", op="linear", language=Language.TORCH, digest="d", source="s"
+    )
+    with seeded(0):
+        loaded = load_model(str(model), lora=LoraOptions(rank=2))
+    with open_training(folder, "warm-up", options) as opened:
+        warm_up(opened, options, loaded, [example], Deadline(minutes), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), ["a", "b"])
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_kill_before_the_adapter_leaves_no_older_one(
+    stopped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(model, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    if stopped:  # its adapter is of the first update
+        with pytest.raises(BudgetError):
+            train(model, folder, minutes=0)
+        assert weights(folder) != weights(tmp_path / "whole")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingFolder, "save_adapter", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, folder)
+    train(model, folder)
+    assert weights(folder) == weights(tmp_path / "whole")
+
+
+def test_a_training_that_diverges_is_an_error(model: Path, tmp_path: Path) -> None:
+    """The trainer would log a loss of 0, and give an adapter that no model can be sampled with."""
+    from patcher.training.weights import load_model, probabilities_checked
+
+    with pytest.raises(UsageError, match="has diverged: loss or adapter of update") as refused:
+        train(model, tmp_path / "rl", updates=8, learning_rate=1e30)
+    assert "smaller --learning-rate" in refused.value.hint
+    assert all(each.loss for each in read_metrics(tmp_path / "rl"))
+    assert not (tmp_path / "rl" / "adapter").exists()
+    with pytest.raises(UsageError, match="probabilities are no numbers"), probabilities_checked():
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    train(model, tmp_path / "fine", updates=1)
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "fine" / "adapter" / "adapter_model.safetensors"
+    save_file({name: each * float("nan") for name, each in load_file(file).items()}, file)
+    with pytest.raises(UsageError, match="weights that are no numbers"):
+        load_model(str(model), tmp_path / "fine")
