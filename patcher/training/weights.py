@@ -108,10 +108,10 @@ def load_model(
         if more:
             raise MissingError("GGUF files need gguf", "pip install gguf") from error
         raise
-    except (OSError, ValueError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"cannot load the model {name}: {said}",
+    except Exception as error:
+        raise _refused(
+            f"the model {name}",
+            error,
             "give a folder with config.json, weights and tokenizer, an id of the hub, or a .gguf",
         ) from error
     model, found = both
@@ -189,6 +189,12 @@ def adapter_digest(path: Path) -> str:
     return found.hexdigest()
 
 
+def _refused(what: str, error: Exception, hint: str) -> UsageError:
+    """A damaged file ends in whatever its reader raises."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    return UsageError(f"cannot load {what}: {type(error).__name__}: {said}", hint)
+
+
 def _place(name: str) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` is told."""
     if not name.endswith(_GGUF):
@@ -215,9 +221,13 @@ def _adapted(model: Any, adapter: Path | None, lora: LoraOptions | None) -> Any:
     if adapter is not None:
         from peft import PeftModel
 
-        adapted = PeftModel.from_pretrained(
-            model, str(adapter_folder(adapter)), is_trainable=lora is not None
-        )
+        place = adapter_folder(adapter)
+        try:
+            adapted = PeftModel.from_pretrained(model, str(place), is_trainable=lora is not None)
+        except Exception as error:
+            raise _refused(
+                f"the adapter {place}", error, "give one that is whole, and the model that it is of"
+            ) from error
         if not finite_weights(adapted):
             raise UsageError(
                 f"the adapter in {adapter} has weights that are no numbers",

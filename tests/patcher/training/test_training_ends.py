@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,25 @@ from patcher.training.folder import Deadline, TrainingFolder, open_training, rea
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'patcher[trl]'")
 
 
-def train(model: Path, folder: Path, minutes: float | None = None, **more: Any) -> None:
+def train(
+    model: Path,
+    folder: Path,
+    minutes: float | None = None,
+    updates: int = 3,
+    learning_rate: float = 0.1,
+) -> None:
     from patcher.training.warm_up import WarmUpOptions, warm_up
     from patcher.training.weights import LoraOptions, load_model, seeded
 
     options = WarmUpOptions(
-        **{"model": "m", "language": "torch", "sources": ("s",), "updates": 3}
-        | {"examples_per_update": 1, "batch": 1, "learning_rate": 0.1, "save_every": 1}
-        | more
+        model="m",
+        language="torch",
+        sources=("s",),
+        updates=updates,
+        examples_per_update=1,
+        batch=1,
+        learning_rate=learning_rate,
+        save_every=1,
     )
     example = Example(
         prompt="p", reply="a", op="linear", language=Language.TORCH, digest="d", source="s"
@@ -82,3 +95,20 @@ def test_a_training_that_diverges_is_an_error(model: Path, tmp_path: Path) -> No
     save_file({name: each * float("nan") for name, each in load_file(file).items()}, file)
     with pytest.raises(UsageError, match="weights that are no numbers"):
         load_model(str(model), tmp_path / "fine")
+
+
+def test_a_damaged_model_or_adapter_is_said(model: Path, tmp_path: Path) -> None:
+    from patcher.training.weights import load_model
+
+    train(model, tmp_path / "fine", updates=1)
+    whole, bad = tmp_path / "fine" / "adapter", tmp_path / "model"
+    shutil.copytree(model, bad)
+    for file, name in ((bad / "config.json", "hidden_size"), (whole / "adapter_config.json", "r")):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: 6}))
+    for _ in range(2):  # of another size, then cut off
+        with pytest.raises(UsageError, match="cannot load the model"):
+            load_model(str(bad))
+        with pytest.raises(UsageError, match="cannot load the adapter"):
+            load_model(str(model), whole)
+        for file in (bad / "model.safetensors", whole / "adapter_model.safetensors"):
+            file.write_bytes(file.read_bytes()[:300])
