@@ -146,7 +146,11 @@ class KernelEnvironment:
         candidate = Candidate(op=op.name, language=options.language, source=source)
         key = (op.digest, candidate.digest)
         if key not in self._known:
-            self._known[key] = self._judge(candidate, self._settings())
+            try:
+                self._known[key] = self._judge(candidate, self._settings())
+            except BaseException:  # the turn is not over: the reply can be judged again
+                self._number, self._done = self._number - 1, False
+                raise
         judged = self._known[key]
         self._done = self._done or judged.reward.value == 3
         return Turn(

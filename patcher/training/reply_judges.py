@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from patcher.bench import (
 )
 from patcher.prompting.extract import extract_source
 from patcher.tasks.pool import WorkerPool, WorkerReply
-from patcher.training.environment import OPTIONS, EnvironmentOptions
+from patcher.training.environment import OPTIONS, EnvironmentOptions, KernelEnvironment, Turn
 from patcher.training.folder import Deadline
 from patcher.training.line_file import LineFile
 from patcher.training.replies import JudgedReply
@@ -219,6 +220,15 @@ class ReplyJudges:
         self._known[key] = judged
         if self._file is not None:
             self._file.append([KeptVerdict(contract=key[0], source=key[1], judged=judged)])
+
+
+def step_patiently(environment: KernelEnvironment, reply: str) -> Turn:
+    """As `environment.step`, again after each of `BUSY_WAITS_S` where a machine is too busy."""
+    for wait_s in BUSY_WAITS_S:
+        with suppress(BusyError):
+            return environment.step(reply)
+        time.sleep(wait_s)
+    return environment.step(reply)
 
 
 def _time_is_up(done: int, total: int) -> BudgetError:

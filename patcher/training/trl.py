@@ -13,14 +13,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from patcher.bench import BusyError
-from patcher.training import reply_judges
+from patcher.bench import BusyError, PatcherError
 from patcher.training.environment import EnvironmentOptions, JudgeReply, KernelEnvironment
+from patcher.training.reply_judges import step_patiently
 
 
 def rows(environment: KernelEnvironment, ops: Iterable[str]) -> list[dict[str, str]]:
@@ -44,17 +43,15 @@ def reward_function(environment: KernelEnvironment) -> Callable[..., list[float 
 
 
 def _value(environment: KernelEnvironment, completion: Any, op: str) -> float | None:
-    for wait_s in (0.0, *reply_judges.BUSY_WAITS_S):
-        time.sleep(wait_s)
-        environment.begin(op)
-        with suppress(BusyError):
-            return environment.step(completion_text(completion)).reward.value
+    environment.begin(op)
+    with suppress(BusyError):
+        return step_patiently(environment, completion_text(completion)).reward.value
     return None
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:
     """A completion's text, plain or of a conversation."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
 class ToolEnvironment:
@@ -72,11 +69,12 @@ class ToolEnvironment:
         """
         self._environment = KernelEnvironment(options, judge)
         self._values: list[float] = []
+        self._error: PatcherError | None = None
 
     def reset(self, op: str, **_: Any) -> None:
         """Begin an episode; the row's prompt says the task already."""
         self._environment.begin(op)
-        self._values = []
+        self._values, self._error = [], None
 
     def submit_kernel(self, source: str) -> str:
         """
@@ -90,10 +88,23 @@ class ToolEnvironment:
         """
         if self._environment.done:
             return "The episode has ended: no more kernels are judged."
-        turn = self._environment.step(source)
+        try:
+            turn = step_patiently(self._environment, source)
+        except PatcherError as error:
+            self._error = error  # TRL tells the model alone, and goes on
+            raise
         self._values.append(turn.reward.value)
         return turn.observation
 
-    def get_reward(self) -> float:
-        """The best reward of the episode; -1 if no kernel was submitted."""
+    def get_reward(self) -> float | None:
+        """The best reward of the episode; -1 if no kernel was submitted; None, which TRL leaves
+        out, if a machine stayed too busy for one.
+
+        Raises:
+            PatcherError: the judge could not judge.
+        """
+        if self._error is not None:
+            if isinstance(self._error, BusyError):
+                return None
+            raise self._error
         return max(self._values, default=-1.0)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from patcher.bench import Language, Outcome
 from patcher.training.environment import EnvironmentOptions, KernelEnvironment
+from patcher.training.reply_judges import step_patiently
 from patcher.training.shaping import Shaping
 
 _ONE = threading.Lock()
@@ -52,7 +53,7 @@ def compute_score(
     environment = _environment(Language(language), scale, judge)
     with _ONE:
         environment.begin(ground_truth)
-        turn = environment.step(solution_str)
+        turn = step_patiently(environment, solution_str)
     found = turn.evaluations.values()
     return {
         "score": turn.reward.value,

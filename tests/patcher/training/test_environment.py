@@ -11,6 +11,7 @@ from training_sample import OP, OPTIONS, RIGHT, WRONG, evaluation, judged, reply
 from patcher.bench import (
     BusyError,
     Candidate,
+    MissingError,
     UsageError,
 )
 from patcher.judges.reward import RewardResult
@@ -93,6 +94,30 @@ def test_what_a_busy_machine_cannot_time_has_no_reward(monkeypatch: pytest.Monke
     function = reward_function(KernelEnvironment(OPTIONS, judge))
     values = function(prompts=["", ""], completions=[reply(RIGHT), reply(RIGHT)], op=[OP] * 2)
     assert values == [None, 2.0]
+    busy += [BusyError("this machine is too busy")] * 5
+    tools = ToolEnvironment(OPTIONS, judge)
+    tools.reset(op=OP)
+    with pytest.raises(BusyError):  # TRL tells the model of it, and goes on
+        tools.submit_kernel(reply(RIGHT))
+    tools.submit_kernel(reply(RIGHT))
+    assert tools.get_reward() is None
+    tools.reset(op=OP)
+    tools.submit_kernel(reply(RIGHT))
+    assert tools.get_reward() == 2.0
+
+
+def test_a_judge_that_cannot_judge_is_no_reward() -> None:
+    """TRL would hand the error to the model, and train on -1."""
+
+    def judge(*_: Any) -> RewardResult:
+        raise MissingError("there is no compiler")
+
+    tools = ToolEnvironment(OPTIONS, judge)
+    tools.reset(op=OP)
+    with pytest.raises(MissingError):
+        tools.submit_kernel(reply(RIGHT))
+    with pytest.raises(MissingError, match="no compiler"):
+        tools.get_reward()
 
 
 CHEAT = """import torch
