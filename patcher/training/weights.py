@@ -223,17 +223,11 @@ def _adapted(model: Any, adapter: Path | None, lora: LoraOptions | None) -> Any:
 
         place = adapter_folder(adapter)
         try:
-            adapted = PeftModel.from_pretrained(model, str(place), is_trainable=lora is not None)
+            return PeftModel.from_pretrained(model, str(place), is_trainable=lora is not None)
         except Exception as error:
             raise _refused(
                 f"the adapter {place}", error, "give one that is whole, and the model that it is of"
             ) from error
-        if not finite_weights(adapted):
-            raise UsageError(
-                f"the adapter in {adapter} has weights that are no numbers",
-                "train it anew with a smaller --learning-rate",
-            )
-        return adapted
     if lora is None:
         return model
     from peft import LoraConfig, get_peft_model

@@ -22,7 +22,7 @@ def train(
     folder: Path,
     minutes: float | None = None,
     updates: int = 3,
-    learning_rate: float = 0.1,
+    rate: float = 0.1,
 ) -> None:
     from patcher.training.warm_up import WarmUpOptions, warm_up
     from patcher.training.weights import LoraOptions, load_model, seeded
@@ -34,7 +34,7 @@ def train(
         updates=updates,
         examples_per_update=1,
         batch=1,
-        learning_rate=learning_rate,
+        learning_rate=rate,
         save_every=1,
     )
     example = Example(
@@ -51,20 +51,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), ["a", "b"])
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("stopped", [False, True])
 def test_a_kill_before_the_adapter_leaves_no_older_one(
-    stopped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(model, tmp_path / "whole")
     folder = tmp_path / "killed"
-    if stopped:  # its adapter is of the first update
-        with pytest.raises(BudgetError):
-            train(model, folder, minutes=0)
-        assert weights(folder) != weights(tmp_path / "whole")
+    with pytest.raises(BudgetError):
+        train(model, folder, minutes=0)  # the adapter is of the first update
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -74,27 +66,18 @@ def test_a_kill_before_the_adapter_leaves_no_older_one(
         with pytest.raises(KeyboardInterrupt):
             train(model, folder)
     train(model, folder)
-    assert weights(folder) == weights(tmp_path / "whole")
+    file = "adapter_model.safetensors"
+    newest = folder / "checkpoints" / "checkpoint-3" / file
+    assert (folder / "adapter" / file).read_bytes() == newest.read_bytes()
 
 
 def test_a_training_that_diverges_is_an_error(model: Path, tmp_path: Path) -> None:
-    """The trainer would log a loss of 0, and give an adapter that no model can be sampled with."""
-    from patcher.training.weights import load_model, probabilities_checked
-
+    """The trainer would log a loss of 0."""
     with pytest.raises(UsageError, match="has diverged: loss or adapter of update") as refused:
-        train(model, tmp_path / "rl", updates=8, learning_rate=1e30)
+        train(model, tmp_path / "rl", updates=8, rate=1e30)
     assert "smaller --learning-rate" in refused.value.hint
     assert all(each.loss for each in read_metrics(tmp_path / "rl"))
     assert not (tmp_path / "rl" / "adapter").exists()
-    with pytest.raises(UsageError, match="probabilities are no numbers"), probabilities_checked():
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    train(model, tmp_path / "fine", updates=1)
-    from safetensors.torch import load_file, save_file
-
-    file = tmp_path / "fine" / "adapter" / "adapter_model.safetensors"
-    save_file({name: each * float("nan") for name, each in load_file(file).items()}, file)
-    with pytest.raises(UsageError, match="weights that are no numbers"):
-        load_model(str(model), tmp_path / "fine")
 
 
 def test_a_damaged_model_or_adapter_is_said(model: Path, tmp_path: Path) -> None:
