@@ -273,9 +273,10 @@ def evaluate(
     can learn from, and evaluation.json.
 
     Exit code 2: OUT holds something else or was begun with other options, or --against is of other
-    tasks; 3: a package or a device is missing, or the machine is too busy to judge; 4: the time
-    limit came first. After 3 and 4 the same command goes on.
+    tasks, samples or baselines; 3: a package or a device is missing, or the machine is too busy to
+    judge; 4: the time limit came first. After 3 and 4 the same command goes on.
     """
+    from patcher.runs.durable import write_whole
     from patcher.training.choice import choose_ops
     from patcher.training.evaluate import (
         RESULT,
@@ -320,7 +321,7 @@ def evaluate(
         result = summarise(options, found)
         if other is not None:
             result = compared(result, other, str(against))
-        (folder.path / RESULT).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
+        write_whole(folder.path / RESULT, result.model_dump_json(indent=1) + "\n")
     output.emit(result, *evaluation_table(result))
     return 0
 

@@ -132,7 +132,17 @@ class JudgeGroup(OptionGroup):
     threads: Threads = None
 
     def against(self) -> tuple[str, ...]:
-        return tuple(self.baseline or ["eager"])
+        """Each once, in the order of the milestones.
+
+        Raises:
+            UsageError: an unknown one.
+        """
+        from patcher.judges.reward import AGAINST
+
+        named = set(self.baseline or ["eager"])
+        if others := sorted(named.difference(AGAINST)):
+            raise UsageError(f"unknown baseline {others[0]!r}", f"say {' or '.join(AGAINST)}")
+        return tuple(each for each in AGAINST if each in named)
 
     def environment(self, language: Language) -> EnvironmentOptions:
         """Options of the environment.

@@ -49,6 +49,8 @@ class ModelEvaluation(Record):
     language: str
     samples: int
     """Of each task."""
+    against: tuple[str, ...] = ("eager",)
+    """Baselines; `faster` is of the first."""
     tasks: tuple[str, ...]
     shares: dict[str, ShareInterval]
     """By the names of `patcher.training.replies.SHARES`, each task with equal weight; `any_right`:
@@ -141,6 +143,7 @@ def summarise(options: EvaluateOptions, samples: Sequence[SampledReply]) -> Mode
         adapter=options.adapter,
         language=options.language,
         samples=options.samples,
+        against=options.against,
         tasks=tuple(flags["right"]),
         shares={name: grouped_share(list(each.values())) for name, each in flags.items()},
         flags=flags,
@@ -153,12 +156,14 @@ def compared(found: ModelEvaluation, other: ModelEvaluation, name: str) -> Model
     """The evaluation with its differences to another one.
 
     Raises:
-        UsageError: that one is of other tasks or of another language.
+        UsageError: that one is of other tasks, language, samples or baselines.
     """
-    if (found.tasks, found.language) != (other.tasks, other.language):
+    same = ("tasks", "language", "samples", "against")
+    if differ := [each for each in same if getattr(found, each) != getattr(other, each)]:
         raise UsageError(
-            f"{name} is of other tasks or of another language",
-            "evaluate both models with the same --tasks, --count, --seed and --language",
+            f"{name} has other {' and '.join(differ)}".replace("against", "baselines"),
+            "evaluate both models with the same --tasks, --count, --seed, --language, --samples "
+            "and --baseline",
         )
     differences = {
         share: paired_difference(list(other.flags[share].values()), list(flags.values()))

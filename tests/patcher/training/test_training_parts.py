@@ -27,7 +27,7 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
 from patcher.cli import app
-from patcher.commands.train_options import ModelGroup
+from patcher.commands.train_options import JudgeGroup, ModelGroup
 from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
 from patcher.training import KernelEnvironment
@@ -169,6 +169,14 @@ def test_ops_come_from_tasks_or_by_name(tmp_path: Path) -> None:
             choose_ops(tasks, names, "train")
 
 
+def test_a_baseline_counts_once() -> None:
+    """Named twice, beating it would be two milestones."""
+    named = JudgeGroup(baseline=["torch.compile", "eager", "eager"])
+    assert named.against() == ("eager", "torch.compile")
+    with pytest.raises(UsageError, match="unknown baseline 'egaer'"):
+        JudgeGroup(baseline=["egaer"]).against()
+
+
 def test_a_folder_is_one_training(tmp_path: Path) -> None:
     options = EvaluateOptions(model="m", language="torch", ops=(OP,))
     with (
@@ -267,9 +275,10 @@ def test_a_killed_evaluation_draws_what_an_undisturbed_one_does(tmp_path: Path) 
     itself = compared(found, found, "itself").differences["right"]
     assert itself.value == 0
     assert itself.low < 0 < itself.high
-    other = found.model_copy(update={"tasks": ("one",)})
-    with pytest.raises(UsageError, match="other tasks"):
-        compared(found, other, "other")
+    # more samples find a right one more often
+    for name, value in (("tasks", ("one",)), ("samples", 4), ("against", ("torch.compile",))):
+        with pytest.raises(UsageError, match="has other"):
+            compared(found, found.model_copy(update={name: value}), "other")
 
 
 def test_shares_have_intervals_that_groups_widen() -> None:
