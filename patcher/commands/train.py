@@ -106,6 +106,7 @@ def warm_up(
     options = WarmUpOptions(
         model=model.required(),
         adapter=model.adapter_digest(),
+        judging=judging.measuring(),
         language=language,
         sources=tuple(sources),
         ops=tuple(op) if op else None,
@@ -179,9 +180,8 @@ def reinforce(
 
     OUT gets adapter/, metrics.jsonl with a line an update, samples.jsonl with each judged reply and
     its verdict, and verdicts.jsonl, by which no source is judged twice. A reply that the machine is
-    too busy to judge, again and again, is left out of its update and counted. Killed or stopped,
-    the same command goes on from the newest checkpoint: optimiser, random states and order of
-    tasks too.
+    too busy to judge is left out of its update and counted. Killed or stopped, the same command
+    goes on from the newest checkpoint: optimiser, random states and order of tasks too.
 
     Exit code 2: OUT holds something else or was begun with other options, or the training diverged;
     3: a package or a device is missing, or the judge's process dies on every reply; 4: the time
@@ -209,6 +209,7 @@ def reinforce(
         {
             "model": model.required(),
             "adapter": model.adapter_digest(),
+            "judging": judging.measuring(),
             "language": tasks.language,
             "ops": choose_ops(tasks.tasks, tasks.op or [], "train"),
             "method": method,
@@ -272,19 +273,18 @@ def evaluate(
     is above 1 (fast@1); caught: broke a rule of the judge. OUT gets samples.jsonl, which a warm-up
     can learn from, and evaluation.json.
 
-    Exit code 2: OUT holds something else or was begun with other options, or --against is of other
-    tasks, samples or baselines; 3: a package or a device is missing, or the machine is too busy to
-    judge; 4: the time limit came first. After 3 and 4 the same command goes on.
+    Exit code 2: OUT holds something else or was begun with other options, or --against was;
+    3: a package or a device is missing, or the machine is too busy to judge; 4: the time limit came
+    first. After 3 and 4 the same command goes on.
     """
-    from patcher.runs.durable import write_whole
     from patcher.training.choice import choose_ops
     from patcher.training.evaluate import (
-        RESULT,
         EvaluateOptions,
         compared,
         read_evaluation,
         sample_tasks,
         summarise,
+        write_evaluation,
     )
     from patcher.training.folder import Deadline, open_training
     from patcher.training.reinforce import fitting_prompts
@@ -300,6 +300,7 @@ def evaluate(
     options = EvaluateOptions(
         model=model.required(),
         adapter=model.adapter_digest(),
+        judging=judging.measuring(),
         language=tasks.language,
         ops=chosen,
         samples=samples,
@@ -319,9 +320,8 @@ def evaluate(
         with ReplyJudges(environment, judging.judges, folder.verdicts) as judges:
             found = sample_tasks(folder, options, loaded, judges, prompts, deadline, bar)
         result = summarise(options, found)
-        if other is not None:
-            result = compared(result, other, str(against))
-        write_whole(folder.path / RESULT, result.model_dump_json(indent=1) + "\n")
+        result = compared(result, other, str(against)) if other else result
+        write_evaluation(folder, result)
     output.emit(result, *evaluation_table(result))
     return 0
 

@@ -144,6 +144,12 @@ class JudgeGroup(OptionGroup):
             raise UsageError(f"unknown baseline {others[0]!r}", f"say {' or '.join(AGAINST)}")
         return tuple(each for each in AGAINST if each in named)
 
+    def measuring(self) -> str:
+        return (
+            f"--baseline {','.join(self.against())} --scale {self.scale} --pairs {self.pairs} "
+            f"--points {self.points} --threads {self.threads}"
+        )
+
     def environment(self, language: Language) -> EnvironmentOptions:
         """Options of the environment.
 

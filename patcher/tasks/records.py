@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+from pydantic import ValidationError
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
 from patcher.tasks.structure import GraphStructure
 
 INDEX, CANDIDATES, TIMES = "tasks.jsonl", "candidates.jsonl", "times.jsonl"
 PROBLEMS, OPS = "problems", "ops"
+R = TypeVar("R", bound=Record)
 Split = Literal["train", "held-out"]
 CLASS_MS = {"large": (1.0, 100.0), "decode": (0.0, 100.0)}
 """Bounds in milliseconds of the measured time of eager, by size class."""
@@ -88,7 +91,7 @@ def load_tasks(folder: Path, split: Split | None = None, timed: bool = False) ->
     """
     if not (folder / INDEX).is_file():
         raise UsageError(f"{folder} has no {INDEX}", "create it: patcher tasks create")
-    tasks = [Task.model_validate_json(line) for line in _lines(folder / INDEX)]
+    tasks = _records(folder / INDEX, Task)
     inside = {each.op for each in load_times(folder) if each.inside}
     return [
         task for task in tasks if split in (None, task.split) and (not timed or task.op in inside)
@@ -97,8 +100,12 @@ def load_tasks(folder: Path, split: Split | None = None, timed: bool = False) ->
 
 def load_times(folder: Path) -> list[Time]:
     """The measured times of a folder of tasks."""
-    return [Time.model_validate_json(line) for line in _lines(folder / TIMES)]
+    return _records(folder / TIMES, Time)
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+def _records(path: Path, kind: type[R]) -> list[R]:
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    try:
+        return [kind.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise UsageError(f"{path} is damaged", "restore it, or create a new folder") from error

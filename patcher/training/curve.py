@@ -26,8 +26,10 @@ def draw_training(folder: Path, evaluations: Sequence[Path]) -> str:
     found = read_metrics(folder)
     # of an update of which no reply was judged, there is nothing to draw
     found = [each for each in found if each.reward is not None] or found
-    shown = [(path.name, read_evaluation(path).shares) for path in evaluations]
-    return plot_training(folder.name, [each.update for each in found], panels_of(found), shown)
+    shown = [(path.resolve().name, read_evaluation(path).shares) for path in evaluations]
+    return plot_training(
+        folder.resolve().name, [each.update for each in found], panels_of(found), shown
+    )
 
 
 def panels_of(found: Sequence[UpdateMetrics]) -> list[tuple[str, Sequence[Curve], bool]]:

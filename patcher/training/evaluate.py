@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError
 from patcher.bench.stats.shares import ShareInterval, grouped_share, paired_difference
+from patcher.runs import durable
 from patcher.training.folder import Deadline, TrainingFolder, TrainingOptions
 from patcher.training.replies import SHARES, JudgedReply, SampledReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges, Told
@@ -162,14 +163,18 @@ def compared(found: ModelEvaluation, other: ModelEvaluation, name: str) -> Model
     if differ := [each for each in same if getattr(found, each) != getattr(other, each)]:
         raise UsageError(
             f"{name} has other {' and '.join(differ)}".replace("against", "baselines"),
-            "evaluate both models with the same --tasks, --count, --seed, --language, --samples "
-            "and --baseline",
+            "give both the same --tasks, --count, --seed, --language, --samples and --baseline",
         )
     differences = {
         share: paired_difference(list(other.flags[share].values()), list(flags.values()))
         for share, flags in found.flags.items()
     }
     return found.model_copy(update={"compared_with": name, "differences": differences})
+
+
+def write_evaluation(folder: TrainingFolder, found: ModelEvaluation) -> None:
+    """For `read_evaluation`."""
+    durable.write_whole(folder.path / RESULT, found.model_dump_json(indent=1) + "\n")
 
 
 def read_evaluation(path: Path) -> ModelEvaluation:

@@ -21,7 +21,7 @@ from patcher.bench import SCHEMA_VERSION, Record, UsageError
 from patcher.runs import durable
 from patcher.training.line_file import LineFile
 from patcher.training.replies import SampledReply
-from patcher.training.weights import ADAPTER, adapter_digest
+from patcher.training.weights import ADAPTER
 
 ABOUT, CHECKPOINTS, METRICS = "training.json", "checkpoints", "metrics.jsonl"
 SAMPLES, VERDICTS = "samples.jsonl", "verdicts.jsonl"
@@ -76,6 +76,8 @@ class TrainingOptions(Record):
     """What a training was begun with. A field in `FREE` may differ when it goes on."""
 
     FREE: ClassVar[frozenset[str]] = frozenset()
+    judging: str = ""
+    """What verdicts depend on, beside the machine."""
 
 
 class Checkpoint(NamedTuple):
@@ -121,10 +123,7 @@ class TrainingFolder:
         self._replace_adapter(lambda staged: model.save_pretrained(str(staged)))
 
     def adopt_adapter(self, checkpoint: Checkpoint) -> None:
-        """Have the adapter of a checkpoint, after which a kill came before `save_adapter`."""
-        there = (self.adapter / "adapter_config.json").is_file()
-        if there and adapter_digest(self.adapter) == adapter_digest(checkpoint.path):
-            return
+        """Have that of a checkpoint: a kill may have come before `save_adapter`."""
 
         def copy(staged: Path) -> None:
             staged.mkdir()
@@ -206,7 +205,7 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
         differ = [
             _difference(name, begun["options"].get(name), value)
             for name, value in asked["options"].items()
-            if begun["options"].get(name) != value
+            if begun["options"].get(name, value) != value
         ]
         kind = begun["kind"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -141,11 +141,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def probabilities_checked() -> Iterator[None]:
-    """Within, a model whose probabilities are no numbers is a user's error, not torch's.
-
-    Raises:
-        UsageError: there was one.
-    """
+    """Within, a model whose probabilities are no numbers is a user's error, not torch's."""
     try:
         yield
     except RuntimeError as error:

@@ -84,7 +84,7 @@ def test_a_source_is_judged_once() -> None:
 
 def test_what_a_busy_machine_cannot_time_has_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patcher.training.reply_judges.BUSY_WAITS_S", (0.0, 0.0))
-    busy = [BusyError("this machine is too busy")] * 4
+    busy: list[MissingError] = [BusyError("this machine is too busy")] * 4
 
     def judge(*_: Any) -> RewardResult:
         if busy:
@@ -94,28 +94,15 @@ def test_what_a_busy_machine_cannot_time_has_no_reward(monkeypatch: pytest.Monke
     function = reward_function(KernelEnvironment(OPTIONS, judge))
     values = function(prompts=["", ""], completions=[reply(RIGHT), reply(RIGHT)], op=[OP] * 2)
     assert values == [None, 2.0]
-    busy += [BusyError("this machine is too busy")] * 5
     tools = ToolEnvironment(OPTIONS, judge)
-    tools.reset(op=OP)
-    with pytest.raises(BusyError):  # TRL tells the model of it, and goes on
-        tools.submit_kernel(reply(RIGHT))
-    tools.submit_kernel(reply(RIGHT))
-    assert tools.get_reward() is None
-    tools.reset(op=OP)
-    tools.submit_kernel(reply(RIGHT))
-    assert tools.get_reward() == 2.0
-
-
-def test_a_judge_that_cannot_judge_is_no_reward() -> None:
-    """TRL would hand the error to the model, and train on -1."""
-
-    def judge(*_: Any) -> RewardResult:
-        raise MissingError("there is no compiler")
-
-    tools = ToolEnvironment(OPTIONS, judge)
-    tools.reset(op=OP)
-    with pytest.raises(MissingError):
-        tools.submit_kernel(reply(RIGHT))
+    for error in (BusyError("too busy"), MissingError("no compiler")):
+        busy += [error] * 3
+        tools.reset(op=OP)
+        with pytest.raises(MissingError):  # TRL tells the model of it, and goes on
+            tools.submit_kernel(reply(RIGHT))
+        busy.clear()
+        if isinstance(error, BusyError):
+            assert tools.get_reward() is None
     with pytest.raises(MissingError, match="no compiler"):
         tools.get_reward()
 

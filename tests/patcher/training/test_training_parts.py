@@ -167,6 +167,9 @@ def test_ops_come_from_tasks_or_by_name(tmp_path: Path) -> None:
     for tasks, names in ((None, []), (tmp_path, [OP])):
         with pytest.raises(UsageError, match="not said"):
             choose_ops(tasks, names, "train")
+    (tmp_path / "tasks.jsonl").write_text("{")
+    with pytest.raises(UsageError, match="damaged"):
+        choose_ops(tmp_path, [], "train")
 
 
 def test_a_baseline_counts_once() -> None:
@@ -183,6 +186,12 @@ def test_a_folder_is_one_training(tmp_path: Path) -> None:
         open_training(tmp_path / "a", "evaluate", options),
         pytest.raises(UsageError, match="another process"),
         open_training(tmp_path / "a", "evaluate", options),
+    ):
+        pass
+    other = options.model_copy(update={"judging": "--points 3"})
+    with (
+        pytest.raises(UsageError, match="judging was '', is '--points 3'"),
+        open_training(tmp_path / "a", "evaluate", other),
     ):
         pass
     with (
