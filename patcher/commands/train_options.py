@@ -132,11 +132,7 @@ class JudgeGroup(OptionGroup):
     threads: Threads = None
 
     def against(self) -> tuple[str, ...]:
-        """Each once, in the order of the milestones.
-
-        Raises:
-            UsageError: an unknown one.
-        """
+        """Each once, in the order of the milestones."""
         from patcher.judges.reward import AGAINST
 
         named = set(self.baseline or ["eager"])

@@ -173,7 +173,7 @@ def compared(found: ModelEvaluation, other: ModelEvaluation, name: str) -> Model
 
 
 def write_evaluation(folder: TrainingFolder, found: ModelEvaluation) -> None:
-    """For `read_evaluation`."""
+    """Write it."""
     durable.write_whole(folder.path / RESULT, found.model_dump_json(indent=1) + "\n")
 
 

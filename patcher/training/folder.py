@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +124,7 @@ class TrainingFolder:
         self._replace_adapter(lambda staged: model.save_pretrained(str(staged)))
 
     def adopt_adapter(self, checkpoint: Checkpoint) -> None:
-        """Have that of a checkpoint: a kill may have come before `save_adapter`."""
+        """Have that of a checkpoint, after a kill."""
 
         def copy(staged: Path) -> None:
             staged.mkdir()
@@ -243,4 +244,17 @@ def _update(state: Path) -> int | None:
         update = json.loads(state.read_text(encoding="utf-8"))["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return update if f"checkpoint-{update}" == state.parent.name else None
+    named = f"checkpoint-{update}" == state.parent.name
+    return update if named and _readable(state.parent) else None
+
+
+def _readable(checkpoint: Path) -> bool:
+    """Not where a power cut or a copy left half of a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for each in checkpoint.glob("*.safetensors"):
+            safe_open(each, "np")
+    except SafetensorError:
+        return False
+    return all(map(zipfile.is_zipfile, checkpoint.glob("*.pt*")))

@@ -97,8 +97,7 @@ class ToolEnvironment:
         return turn.observation
 
     def get_reward(self) -> float | None:
-        """The best reward of the episode; -1 if no kernel was submitted; None, which TRL leaves
-        out, if a machine stayed too busy for one.
+        """The best reward of the episode; -1 without a kernel; None if a machine was too busy.
 
         Raises:
             PatcherError: the judge could not judge.

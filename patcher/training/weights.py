@@ -148,8 +148,8 @@ def probabilities_checked() -> Iterator[None]:
         if "probability tensor contains" not in str(error):
             raise
         raise UsageError(
-            "the model's probabilities are no numbers: its weights or its adapter have diverged",
-            "see that the model is whole; train the adapter anew with a smaller --learning-rate",
+            "the model's probabilities are no numbers: its weights or its adapter are spoilt",
+            "train the adapter anew with a smaller --learning-rate",
         ) from error
 
 

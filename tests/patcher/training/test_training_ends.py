@@ -1,4 +1,4 @@
-"""How a training ends: killed before its adapter is written, or with weights that diverged."""
+"""How a training ends: killed, diverged, damaged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install 'patcher[tr
 
 
 def train(
-    model: Path,
-    folder: Path,
-    minutes: float | None = None,
-    updates: int = 3,
-    rate: float = 0.1,
+    model: Path, folder: Path, minutes: float | None = None, updates: int = 3, rate: float = 0.1
 ) -> None:
     from patcher.training.warm_up import WarmUpOptions, warm_up
     from patcher.training.weights import LoraOptions, load_model, seeded
@@ -61,22 +57,25 @@ def test_a_kill_before_the_adapter_leaves_no_older_one(
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingFolder, "save_adapter", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(model, folder)
+    monkeypatch.setattr(TrainingFolder, "save_adapter", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, folder)
+    monkeypatch.undo()
     train(model, folder)
     file = "adapter_model.safetensors"
     newest = folder / "checkpoints" / "checkpoint-3" / file
     assert (folder / "adapter" / file).read_bytes() == newest.read_bytes()
+    for half in (newest, newest.parents[1] / "checkpoint-2" / "optimizer.pt"):
+        assert TrainingFolder(folder).newest()
+        half.write_bytes(half.read_bytes()[:300])
+    assert not TrainingFolder(folder).newest()
 
 
 def test_a_training_that_diverges_is_an_error(model: Path, tmp_path: Path) -> None:
-    """The trainer would log a loss of 0."""
     with pytest.raises(UsageError, match="has diverged: loss or adapter of update") as refused:
         train(model, tmp_path / "rl", updates=8, rate=1e30)
     assert "smaller --learning-rate" in refused.value.hint
-    assert all(each.loss for each in read_metrics(tmp_path / "rl"))
+    assert all(each.loss for each in read_metrics(tmp_path / "rl"))  # none of 0
     assert not (tmp_path / "rl" / "adapter").exists()
 
 
@@ -88,7 +87,7 @@ def test_a_damaged_model_or_adapter_is_said(model: Path, tmp_path: Path) -> None
     shutil.copytree(model, bad)
     for file, name in ((bad / "config.json", "hidden_size"), (whole / "adapter_config.json", "r")):
         file.write_text(json.dumps(json.loads(file.read_text()) | {name: 6}))
-    for _ in range(2):  # of another size, then cut off
+    for _ in range(2):
         with pytest.raises(UsageError, match="cannot load the model"):
             load_model(str(bad))
         with pytest.raises(UsageError, match="cannot load the adapter"):
