@@ -120,7 +120,7 @@ def _on_disk(name: str) -> Iterator[None]:
     except OSError as error:
         raise MissingError(
             f"cannot write {name}: {error.strerror}",
-            "check free space and permissions, then: patcher resume",
+            "check free space and permissions, then go on: patcher resume, or the command again",
         ) from error
 
 
