@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         sizes_of,
     )
     from patcher.integrate.kernelbench.model_new import write_model_new
+    from patcher.integrate.kernelbench.sol_solution import write_solution
     from patcher.integrate.measuring import activated, await_engine, worker_receipts
     from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
     from patcher.integrate.recorders import recorder
@@ -63,6 +64,7 @@ _LAZY = {
     "problem_files": "patcher.integrate.kernelbench.imports",
     "sizes_of": "patcher.integrate.kernelbench.imports",
     "write_model_new": "patcher.integrate.kernelbench.model_new",
+    "write_solution": "patcher.integrate.kernelbench.sol_solution",
     "prepare": "patcher.integrate.activation",
     "Recorder": "patcher.integrate.recording",
     "RecordingLimits": "patcher.integrate.recording",
@@ -138,4 +140,5 @@ __all__ = [
     "write_model_new",
     "write_module",
     "write_recipe",
+    "write_solution",
 ]

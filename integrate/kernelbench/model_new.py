@@ -34,7 +34,7 @@ from patcher.integrate.kernelbench.problem import (
 from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, is_flat, packed, unpacked
 from patcher.integrate.kernelbench.sol_execbench import SOL
-from patcher.integrate.kernelbench.texts import joined
+from patcher.integrate.kernelbench.texts import joined, written_file
 
 ENTRY = '''
 
@@ -153,13 +153,7 @@ def write_model_new(op: str, source: Path, problem: Path, out: Path) -> ModelNew
     """
     candidate = Candidate.from_file(op, source)
     text = model_new(candidate, problem)
-    if out.exists():
-        raise UsageError(f"{out} exists", "choose another --out")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}", "choose another --out") from error
+    written_file(out, text)
     return ModelNewFile(path=str(out), op=op, file=shown(problem), digest=candidate.digest)
 
 
@@ -255,7 +249,7 @@ def model_new(candidate: Candidate, problem: Path, binding: str | None = None) -
     contract, record = record_of(candidate.op)
     text = source_text(problem)
     if contract.source.startswith(SOL):
-        raise UsageError(f"{SOL} has no ModelNew", f"give {candidate.op}'s source itself")
+        raise UsageError(f"{SOL} has no ModelNew", "export it --to sol-execbench")
     if shown(problem) != record.file or not is_problem(text):
         raise UsageError(
             f"{candidate.op} was imported from {record.file}, not from {problem.name}",

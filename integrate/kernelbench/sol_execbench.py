@@ -119,7 +119,7 @@ def is_sol(path: Path) -> bool:
 def sol_size_names(path: Path) -> list[str]:
     """The axes whose sizes workloads choose; none of a damaged Definition."""
     try:
-        axes = _definition(path).axes
+        axes = definition_at(path).axes
     except Refused:
         return []
     return [name for name, axis in axes.items() if axis.type == "var"]
@@ -136,7 +136,7 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     Raises:
         Refused: it is damaged, or an op cannot have its inputs.
     """
-    definition = _definition(path)
+    definition = definition_at(path)
     workloads = _workloads(path.parent / WORKLOADS)
     _check(definition, workloads)
     changed: dict[str, str] = {}
@@ -149,7 +149,7 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     }
     return Problem(
         name=_name(definition.name),
-        file=plain(definition.name)[:100].replace('"', "'"),
+        file=shown_name(definition),
         source=_file(definition, workloads[0], _all_sizes(definition, traced)),
         changed=changed,
         origin=SOL,
@@ -166,7 +166,18 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     )
 
 
-def _definition(path: Path) -> SolDefinition:
+def shown_name(definition: SolDefinition) -> str:
+    """Its name as generated texts hold it."""
+    return plain(definition.name)[:100].replace('"', "'")
+
+
+def definition_at(path: Path) -> SolDefinition:
+    """The Definition in a file.
+
+    Raises:
+        Refused: it is damaged.
+        OSError: it cannot be read.
+    """
     try:
         return SolDefinition.model_validate(parse_json(_content(path)))
     except (ValidationError, ValueError) as error:

@@ -1,9 +1,11 @@
-"""A candidate's text and a problem's in one file, where neither changes the other's names."""
+"""A candidate's text and a problem's in one file, where neither changes the other's names; and how
+it is written."""
 
 from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 from patcher.bench import UsageError
 
@@ -44,3 +46,18 @@ def joined(source: str, problem: str) -> str:
 
 def _is_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+def written_file(out: Path, text: str) -> None:
+    """Write a new file.
+
+    Raises:
+        UsageError: there is one, or none can be written.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists", "choose another --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}", "choose another --out") from error

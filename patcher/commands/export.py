@@ -19,15 +19,19 @@ from patcher.visible import one_line
     "patcher export norm-patch --to flashinfer --out norm-dataset",
     "patcher export kernel.py --to kernelbench --op level2_37_matmul_swish_sum_groupnorm "
     "--problem KernelBench/level2/37_Matmul_Swish_Sum_GroupNorm.py --out model_new.py",
+    "patcher export kernel.py --to sol-execbench --op rmsnorm_h4096 --problem L1/rmsnorm_h4096 "
+    "--out solution.json",
 )
 def export(
     patch: Annotated[
-        Path, typer.Argument(help="A patch bundle; kernelbench: a source of an imported op.")
+        Path, typer.Argument(help="A patch bundle; of a problem: a source of its op.")
     ],
-    to: Annotated[str, typer.Option("--to", help="hf-kernels, flashinfer or kernelbench.")],
+    to: Annotated[
+        str, typer.Option("--to", help="hf-kernels, flashinfer, kernelbench or sol-execbench.")
+    ],
     out: Annotated[
         Path,
-        typer.Option("--out", help="A new folder, or an earlier export; kernelbench: a new file."),
+        typer.Option("--out", help="A new folder, or an earlier export; of a problem: a new file."),
     ],
     sweep: Annotated[
         str | None,
@@ -36,33 +40,41 @@ def export(
     license: Annotated[
         str, typer.Option(help="hf-kernels: license of the source, as the Hub spells it.")
     ] = "unknown",
-    op: Annotated[
-        str | None, typer.Option(help="kernelbench: the op that the problem was imported as.")
-    ] = None,
+    op: Annotated[str | None, typer.Option(help="The op that the problem was imported as.")] = None,
     problem: Annotated[
-        Path | None, typer.Option(help="kernelbench: the problem's file, whose text is copied.")
+        Path | None,
+        typer.Option(
+            help="kernelbench: the problem's file, whose text is copied; sol-execbench: its folder."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Write a patch as a Hugging Face kernel repository or a flashinfer-bench dataset, or a
-    candidate of an imported KernelBench problem as a ModelNew file.
+    candidate of an imported problem as KernelBench's ModelNew file or SOL-ExecBench's Solution.
 
     Prints what the format cannot express.
     """
     from patcher.integrate import Patch, export_patch, unpacked
 
-    if to == "kernelbench":
-        from patcher.integrate import write_model_new
+    if to in ("kernelbench", "sol-execbench"):
+        from patcher.integrate import write_model_new, write_solution
 
         if op is None or problem is None:
             raise UsageError(
-                "a ModelNew file needs the op and its problem", "add --op OP --problem FILE"
+                "an answer to a problem needs the op and its problem", "add --op OP --problem FILE"
             )
-        written = write_model_new(op, patch, problem, out)
-        Output(as_json).emit(written, Text(f"{out}: a ModelNew of {written.file}"))
+        if to == "kernelbench":
+            answer = write_model_new(op, patch, problem, out)
+            Output(as_json).emit(answer, Text(f"{out}: a ModelNew of {answer.file}"))
+        else:
+            solution = write_solution(op, patch, problem, out)
+            told = one_line(solution.definition, 200)
+            Output(as_json).emit(solution, Text(f"{out}: a Solution of {told}"))
         return 0
     if op is not None or problem is not None:
-        raise UsageError("--op and --problem belong to --to kernelbench", "drop them")
+        raise UsageError(
+            "--op and --problem belong to --to kernelbench or sol-execbench", "drop them"
+        )
 
     with unpacked(patch) as folder:
         done = export_patch(Patch.load(folder), to, out, sweep=sweep, license=license)

@@ -16,6 +16,7 @@ from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, 
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.integrate import ProblemOptions, import_kernel
 from patcher.integrate.kernelbench.model_new import model_new
+from patcher.integrate.kernelbench.sol_solution import write_solution
 from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
 
 REFERENCE = """import torch
@@ -262,6 +263,46 @@ def test_there_is_no_model_new_of_it(tmp_path: Path) -> None:
     (tmp_path / "reference.py").write_text("class Model: ...")
     with pytest.raises(UsageError, match="SOL-ExecBench has no ModelNew"):
         model_new(candidate, tmp_path / "reference.py")
+
+
+@pytest.mark.usefixtures("known")
+def test_a_kernel_goes_out_as_a_solution(ops: Path, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.py"
+    source.write_text(RIGHT.replace("EPS", "1e-5"))
+    made = write_solution(OP, source, ops.parent / "L1" / "norm", tmp_path / "solution.json")
+    assert made.definition == DEFINITION["name"]
+    solution = json.loads((tmp_path / "solution.json").read_text())
+    assert solution["definition"] == DEFINITION["name"]
+    assert solution["spec"]["languages"] == ["pytorch"]
+    assert solution["spec"]["entry_point"] == "kernel.py::run"
+    [file] = solution["sources"]
+    names: dict[str, Any] = {}
+    exec(file["content"], names)
+    x = torch.randn(2, 5, 48).bfloat16()
+    weight = torch.randn(48).bfloat16()
+    normed, sums = torch.empty_like(x), torch.empty(2, 5)
+    names["run"](x, weight, 1e-5, normed, sums)  # inputs, then outputs, in the Definition's order
+    theirs: dict[str, Any] = {}
+    exec(REFERENCE.replace("MARKER", repr(str(tmp_path / "marker"))), theirs)
+    right = theirs["run"](x, weight, 1e-5)
+    torch.testing.assert_close((normed, sums), right)
+
+
+@pytest.mark.usefixtures("known")
+def test_what_cannot_be_a_solution_is_refused(ops: Path, tmp_path: Path) -> None:
+    problem = ops.parent / "L1" / "norm"
+    (tmp_path / "kernel.cpp").write_text("void f() {}")
+    with pytest.raises(UsageError, match="in cpp binds itself"):
+        write_solution(OP, tmp_path / "kernel.cpp", problem, tmp_path / "a.json")
+    (tmp_path / "kernel.py").write_text(RIGHT)
+    other = write(tmp_path / "other", put("name", "another"))
+    with pytest.raises(UsageError, match=r"imported from acme/Norm-2\.rms norm, not from another"):
+        write_solution(OP, tmp_path / "kernel.py", other, tmp_path / "a.json")
+    with pytest.raises(UsageError, match="cannot read"):
+        write_solution(OP, tmp_path / "kernel.py", tmp_path / "none", tmp_path / "a.json")
+    (tmp_path / "a.json").write_text("")
+    with pytest.raises(UsageError, match="exists"):
+        write_solution(OP, tmp_path / "kernel.py", problem, tmp_path / "a.json")
 
 
 def test_which_workloads_are_timed() -> None:
