@@ -107,7 +107,7 @@ def solution_of(candidate: Candidate, definition: SolDefinition) -> dict[str, An
         "description": "Judged by patcher; numbers are those of its workloads.",
         "spec": {
             "languages": [LANGUAGES[candidate.language]],
-            "target_hardware": ["local"],
+            "target_hardware": ["LOCAL"],
             "entry_point": f"{FILE}::{entry}",
             "destination_passing_style": True,
             "dependencies": [],

@@ -274,6 +274,7 @@ def test_a_kernel_goes_out_as_a_solution(ops: Path, tmp_path: Path) -> None:
     solution = json.loads((tmp_path / "solution.json").read_text())
     assert solution["definition"] == DEFINITION["name"]
     assert solution["spec"]["languages"] == ["pytorch"]
+    assert solution["spec"]["target_hardware"] == ["LOCAL"]  # as their code spells it
     assert solution["spec"]["entry_point"] == "kernel.py::run"
     [file] = solution["sources"]
     names: dict[str, Any] = {}
