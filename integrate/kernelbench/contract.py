@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from patcher.bench import DTYPES, Contract, Record, arithmetic_value, names_in
+from patcher.bench import DTYPES, Contract, Record, names_in
 from patcher.integrate.formats.foreign_contract import FLOATS, Refused
+from patcher.integrate.kernelbench.axes import axis_limits, op_axes, op_shape, over_axes
 from patcher.integrate.kernelbench.columns import PrecisionColumn
 from patcher.integrate.kernelbench.names import identifier
 from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, TracedTensor, plain
-from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
+from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen, fits, tied
 
 POINTS = (4, 2, 1)
 """The sweep times the file's size of the swept axis divided by each of these."""
@@ -70,14 +71,15 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
     trace = trace.model_copy(update={"tensors": ordered})
     taken = {problem.name + precision.suffix}
     names = {each.node: identifier(each.name, taken) for each in trace.tensors}
-    axes, fixed_axis, own_axes = _axes(problem, trace, names, taken)
+    own_outputs = _own_outputs(problem, trace)
+    axes, fixed_axis, own_axes = op_axes(problem, trace, names, taken)
     read = [
         NamedTensor(
             name=names[each.node],
             kind=each.kind,
             target=each.target,
             dtype=_supported(each.dtype, names[each.node], precision),
-            shape=_shape(each.shape, axes, fixed_axis if index == 0 else "") or ("1",),
+            shape=op_shape(each.shape, axes, fixed_axis if index == 0 else "") or ("1",),
             drawn=each.drawn,
             low=each.low,
             high=each.high,
@@ -101,14 +103,14 @@ def op_of(problem: Problem, trace: ProblemTrace, precision: PrecisionColumn) -> 
         for each in read
     ]
     for index, output in enumerate(trace.outputs):
-        own = problem.outputs[index] if len(problem.outputs) == len(trace.outputs) else ""
+        own = own_outputs[index] if own_outputs else ""
         usual = "output" if len(trace.outputs) == 1 else f"output_{index}"
         name = identifier(own or usual, taken)
         tensors.append(
             {
                 "name": name,
                 "dtype": _supported(output.dtype, name, precision),
-                "shape": _shape(output.shape, axes, "") or ("1",),
+                "shape": op_shape(output.shape, axes, "") or ("1",),
                 "access": "write",
                 "summary": f"result {index} of forward",
             }
@@ -151,52 +153,6 @@ def _supported(dtype: str, name: str, precision: PrecisionColumn) -> str:
     return dtype
 
 
-def _axes(
-    problem: Problem, trace: ProblemTrace, names: dict[str, str], taken: set[str]
-) -> tuple[dict[str, str], str, dict[str, str]]:
-    """The axis of each symbol; without any, an axis that has one size. And the problem's own names
-    of axes, by the op's."""
-    axes: dict[str, str] = {}
-    own_axes: dict[str, str] = {}
-    for each in trace.tensors:
-        for index, size in enumerate(each.shape):
-            if size in trace.symbols and size not in axes and trace.sizes:
-                own = dict(enumerate(problem.axes.get(each.name, ()))).get(index)
-                axes[size] = identifier(own or f"{names[each.node]}_{index}", taken)
-                if own:
-                    own_axes[axes[size]] = own
-    if axes and set(axes) != set(trace.symbols):
-        raise Refused("its sizes depend on one that no input has")
-    if axes:
-        return axes, "", own_axes
-    first = trace.tensors[0] if trace.tensors else None
-    if first is None or not first.shape:
-        raise Refused("its first input has no axes")
-    alone = identifier(f"{names[first.node]}_0", taken)
-    # every symbol becomes its size
-    return {name: str(symbol.size) for name, symbol in trace.symbols.items()}, alone, {}
-
-
-def _shape(sizes: tuple[str, ...], axes: dict[str, str], alone: str) -> tuple[str, ...]:
-    """Sizes over axes, folded to a number where nothing is free."""
-    shape = [_renamed(size, axes) for size in sizes]
-    return (alone, *shape[1:]) if alone else tuple(shape)
-
-
-def _renamed(text: str, axes: dict[str, str]) -> str:
-    expression = re.sub(r"[A-Za-z_]\w*", lambda match: axes.get(match[0], match[0]), text)
-    try:
-        names = names_in(expression)
-        if names - set(axes.values()):
-            raise Refused("its trace names a size that it does not define")
-        value = arithmetic_value(expression, dict.fromkeys(names, 64))
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError) as error:
-        raise Refused("its trace has a size that is no arithmetic") from error
-    if not names:
-        return str(int(value))
-    return expression
-
-
 def _table(tensor: TracedTensor) -> str:
     if tensor.drawn != "table":
         return ""
@@ -223,21 +179,17 @@ def _contract(
     notes: list[str],
 ) -> Contract:
     if alone:
-        size = int(_renamed(trace.tensors[0].shape[0], axes))
+        size = int(over_axes(trace.tensors[0].shape[0], axes))
         sizes, limits = {alone: size}, {alone: {"minimum": size, "maximum": size}}
         hidden, values, swept = [], [size], alone
     else:
-        sizes = {axis: trace.symbols[symbol].size for symbol, axis in axes.items()}
-        limits = {
-            axis: {"minimum": (free := trace.symbols[symbol]).least, "multiple_of": free.multiple}
-            | ({"maximum": free.most} if free.most else {})
-            for symbol, axis in axes.items()
-        }
-        hidden = [
-            {"axes": {axes[symbol]: size for symbol, size in each.items()}}
-            for each in trace.sizes
-            if each.keys() == axes.keys()
-        ]
+        now = tied({name: symbol.size for name, symbol in trace.symbols.items()}, axes)
+        if now is None:
+            raise Refused("its trace has sizes of one axis that differ")
+        sizes = now
+        limits = axis_limits(trace, axes)
+        found = [tied(each, axes) for each in trace.sizes if each.keys() == axes.keys()]
+        hidden = [{"axes": each} for each in found if each is not None]
         swept = next(iter(sizes))
         least = max(
             limits[swept]["minimum"], min(h["axes"][swept] for h in hidden or [{"axes": sizes}])
@@ -246,21 +198,34 @@ def _contract(
         values = sorted({sizes[swept] // each for each in POINTS if sizes[swept] // each >= least})
         values = [each for each in values if each % step == 0] or [sizes[swept]]
     if not alone and problem.workloads:
-        least_of = {axis: limit["minimum"] for axis, limit in limits.items()}
-        given = chosen(problem.workloads, own_axes, sizes, least_of)
+        shapes = [(problem.shapes[name], shape) for name, shape in _shapes(problem, trace, axes)]
+        fit = [each for each in problem.workloads if fits(each, own_axes, shapes)]
+        given = chosen(fit, own_axes, sizes, limits)
         if given is None:
-            raise Refused("its graph takes the sizes of no workload")
+            raise Refused(
+                "its graph takes the sizes of no workload, or gives other sizes than it says"
+            )
+        if len(fit) < len(problem.workloads):
+            notes.append(
+                f"{len(problem.workloads) - len(fit)} of {len(problem.workloads)} workloads are "
+                "not judged: the reference at the smallest one's sizes is no graph of theirs"
+            )
+        if computed := set().union(*(names_in(each) for each in axes.values() if "(" in each)):
+            for axis in computed:  # what is computed of a smaller one may be none
+                judged = [*given.values] if axis == given.axis else [given.fixed[axis]]
+                judged += [each["axes"][axis] for each in hidden] + [c[axis] for c in given.checked]
+                limits[axis]["minimum"] = max(limits[axis]["minimum"], min(judged))
         swept, values = given.axis, list(given.values)
         sizes = {**given.fixed, swept: values[-1]}
         hidden += [{"axes": each} for each in given.checked if {"axes": each} not in hidden]
         if given.unjudged:
-            notes.append(_unjudged(given.unjudged, len(problem.workloads)))
+            notes.append(_unjudged(given.unjudged, len(fit)))
     fixed = {axis: size for axis, size in sizes.items() if axis != swept}
     dtypes = list(dict.fromkeys(str(each["dtype"]) for each in tensors))
     point = {"dtypes": {each: each for each in dtypes}, "axis": swept, "values": values}
     devices = ("cuda",) if precision.tf32 else ("cpu", "cuda")
-    sums = sorted({_renamed(each, axes) for each in trace.sums})
-    flops = [_renamed(each, axes) for each in trace.flops]
+    sums = sorted({over_axes(each, axes) for each in trace.sums})
+    flops = [over_axes(each, axes) for each in trace.flops]
     sized = f" Sizes differ from the file's: {_changes(problem)}." if problem.changed else ""
     return Contract.model_validate(
         {
@@ -283,6 +248,29 @@ def _contract(
             },
         }
     )
+
+
+def _own_outputs(problem: Problem, trace: ProblemTrace) -> list[str]:
+    """The problem's own names of its results, which are of the dtypes that it says."""
+    if not problem.outputs:
+        return []
+    if len(problem.outputs) != len(trace.outputs):
+        raise Refused(f"it has {len(problem.outputs)} outputs and gives {len(trace.outputs)}")
+    for (name, dtype), output in zip(problem.outputs.items(), trace.outputs, strict=True):
+        if output.dtype != dtype:
+            raise Refused(f"{name} is {dtype}, and its reference gives {plain(output.dtype)[:20]}")
+    return list(problem.outputs)
+
+
+def _shapes(
+    problem: Problem, trace: ProblemTrace, axes: dict[str, str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each input and result by its own name, with its sizes over the op's axes."""
+    for each in trace.tensors:
+        if each.kind == "input" and each.name in problem.shapes:
+            yield each.name, op_shape(each.shape, axes, "")
+    for name, output in zip(problem.outputs, trace.outputs, strict=True):
+        yield name, op_shape(output.shape, axes, "")
 
 
 def _unjudged(count: int, every: int) -> str:

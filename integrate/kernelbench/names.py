@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 
 _GLOBALS = (
     "torch aten number module float a dict zip tuple list isinstance RuntimeError OUTPUTS NUMBER "
@@ -31,3 +32,8 @@ def identifier(text: str, taken: set[str]) -> str:
         name += "_"
     taken.add(name)
     return name
+
+
+def replaced(text: str, names: Mapping[str, str]) -> str:
+    """Arithmetic with other texts for its names, where there are such."""
+    return re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text)

@@ -134,9 +134,12 @@ class Problem(Record):
     origin: str = "KernelBench"
     """Who wrote it."""
     axes: dict[Name, tuple[str, ...]] = Field(default_factory=dict)
-    """Names of the axes of its inputs, where it has such; empty for a size that is fixed."""
-    outputs: tuple[Name, ...] = ()
-    """Names of its results, where it has such."""
+    """What each size of its inputs is, where it says so: the name of an axis, or arithmetic over
+    such names; empty for a size that is fixed."""
+    outputs: dict[Name, str] = Field(default_factory=dict)
+    """Dtypes of its results by name, where it has such."""
+    shapes: dict[Name, tuple[str, ...]] = Field(default_factory=dict)
+    """Of its inputs and results, by its own names of axes."""
     workloads: tuple[dict[str, int], ...] = ()
     """Sizes by these names, where it comes with such; else its own sizes are timed."""
 

@@ -14,92 +14,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from patcher.bench import Record, arithmetic_value, names_in, parse_json, problem
+from patcher.bench import arithmetic_value, names_in, parse_json, problem
 from patcher.integrate.formats.foreign_contract import FLOATS, Refused
 from patcher.integrate.kernelbench.problem import SMALLEST, Problem, plain
+from patcher.integrate.kernelbench.sol_file import free_axes, sol_file
+from patcher.integrate.kernelbench.sol_records import SolDefinition, SolWorkload
 
 SOL = "SOL-ExecBench"
 DEFINITION, WORKLOADS = "definition.json", "workload.jsonl"
 MOST_BYTES = 8 << 20
 """Of a problem's files."""
-_FILE = """{reference}
-
-
-class Model(__import__("torch").nn.Module):
-    def forward(self, {tensors}):
-        return run({arguments})
-
-
-def get_inputs():
-    import torch
-
-    torch.set_default_device("cpu")
-    {made}
-
-
-def get_init_inputs():
-    return []
-
-
-FREE_AXES = {free!r}
-
-
-def _finite():
-    import torch
-
-    made = run({called})
-    for each in made if isinstance(made, (tuple, list)) else (made,):
-        if each.is_floating_point() and bool(torch.isnan(each).any()):
-            raise ValueError("inputs that are drawn at random make its result NaN")
-
-
-_finite()
-"""
-
-
-class SolAxis(Record):
-    type: Literal["const", "var", "expr"]
-    value: int | None = Field(None, ge=0, le=1 << 40)
-    expression: str | None = Field(None, max_length=300)
-    description: str | None = None
-
-
-class SolTensor(Record):
-    shape: tuple[str, ...] | None
-    """None: a number of Python."""
-    dtype: str
-    description: str | None = None
-
-
-class SolDefinition(Record):
-    name: str = Field(min_length=1, max_length=300)
-    axes: dict[str, SolAxis]
-    inputs: dict[str, SolTensor]
-    outputs: dict[str, SolTensor]
-    reference: str
-    op_type: str | None = None
-    description: str | None = None
-    hf_id: str | None = None
-    custom_inputs_entrypoint: str | None = None
-    constraints: tuple[str, ...] | None = None
-
-
-class SolInput(Record):
-    type: Literal["random", "scalar", "safetensors", "custom"]
-    value: bool | int | float | None = None
-    path: str | None = None
-    tensor_key: str | None = None
-
-
-class SolWorkload(Record):
-    uuid: str
-    axes: dict[str, int]
-    inputs: dict[str, SolInput]
-    tolerance: dict[str, Any] | None = None
 
 
 def sol_problems(path: Path) -> list[Path]:
@@ -141,7 +68,7 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     _check(definition, workloads)
     changed: dict[str, str] = {}
     every = [_changed(each.axes, scale, sizes, changed) for each in workloads]
-    free = _free(definition)
+    free = free_axes(definition)
     # what is traced with a size of 1 has no other
     traced = {
         name: max(size, 2) if any(each[name] > 1 for each in every) else size
@@ -150,19 +77,21 @@ def read_sol_problem(path: Path, scale: int, sizes: Mapping[str, int]) -> Proble
     return Problem(
         name=_name(definition.name),
         file=shown_name(definition),
-        source=_file(definition, workloads[0], _all_sizes(definition, traced)),
+        source=sol_file(definition, workloads[0], _all_sizes(definition, traced), free),
         changed=changed,
         origin=SOL,
         axes={
-            name: tuple(axis if axis in free else "" for axis in tensor.shape)
+            name: tuple(free.get(axis, "") for axis in tensor.shape)
             for name, tensor in definition.inputs.items()
             if tensor.shape is not None
         },
-        outputs=tuple(definition.outputs),
-        workloads=tuple(
-            {name: size for name, size in _all_sizes(definition, each).items() if name in free}
-            for each in every
-        ),
+        outputs={name: each.dtype for name, each in definition.outputs.items()},
+        shapes={
+            name: tensor.shape
+            for name, tensor in (*definition.inputs.items(), *definition.outputs.items())
+            if tensor.shape is not None
+        },
+        workloads=tuple(_all_sizes(definition, each) for each in every),
     )
 
 
@@ -232,10 +161,12 @@ def _check(definition: SolDefinition, workloads: Iterable[SolWorkload]) -> None:
         if tensor.shape is None or tensor.dtype not in FLOATS:
             kind = "a number" if tensor.shape is None else plain(tensor.dtype)
             raise Refused(f"{name} is {kind}: an op of this import has {', '.join(FLOATS)}")
-        if unknown := [axis for axis in tensor.shape if axis not in definition.axes]:
+        known = definition.axes
+        if unknown := [each for each in tensor.shape if each not in known and not _digits(each)]:
             raise Refused(f"{name} has an axis {plain(unknown[0])}, which is not defined")
     if not tensors:
         raise Refused("it reads no tensor")
+    _check_parameters(tree, list(definition.inputs))
     numbers = [name for name, each in definition.inputs.items() if each.shape is None]
     for workload in workloads:
         if missing := [name for name in definition.inputs if name not in workload.inputs]:
@@ -276,7 +207,10 @@ def _all_sizes(definition: SolDefinition, free: Mapping[str, int]) -> dict[str, 
         if axis.type == "expr":
             try:
                 known = {each: sizes[each] for each in names_in(axis.expression or "")}
-                sizes[name] = int(arithmetic_value(axis.expression or "", known))
+                size = arithmetic_value(axis.expression or "", known)
+                if size != int(size):
+                    raise Refused(f"the size of {name} is {size:g} in a workload")
+                sizes[name] = int(size)
             except (SyntaxError, ValueError, ArithmeticError, RecursionError, KeyError) as error:
                 raise Refused(f"the size of {name} cannot be computed") from error
     if missing := definition.axes.keys() - sizes.keys():
@@ -284,51 +218,18 @@ def _all_sizes(definition: SolDefinition, free: Mapping[str, int]) -> dict[str, 
     return sizes
 
 
-def _free(definition: SolDefinition) -> set[str]:
-    """The axes whose sizes differ between workloads, those that are computed of such among them."""
-    free = {name for name, axis in definition.axes.items() if axis.type == "var"}
-    free |= {
-        name
-        for name, axis in definition.axes.items()
-        if axis.type == "expr" and names_in(axis.expression or "") & free
-    }
-    return free
+def _digits(axis: str) -> bool:
+    """Whether a shape has a number in place of an axis."""
+    return axis.isascii() and axis.isdecimal() and len(axis) < 12
 
 
-def _file(definition: SolDefinition, workload: SolWorkload, sizes: Mapping[str, int]) -> str:
-    tensors = [name for name, each in definition.inputs.items() if each.shape is not None]
-    numbers = {
-        name: repr(workload.inputs[name].value)
-        for name, each in definition.inputs.items()
-        if each.shape is None
-    }
-    made = []
-    for name in tensors:
-        spec, given = definition.inputs[name], workload.inputs[name]
-        shape = tuple(sizes[axis] for axis in spec.shape or ())
-        drawn = f"torch.randn({shape}).to(torch.{spec.dtype})"
-        made.append(f"made[{name!r}].to(torch.{spec.dtype})" if given.type == "custom" else drawn)
-    lines = []
-    if definition.custom_inputs_entrypoint:
-        known = {**sizes, **{name: each.value for name, each in workload.inputs.items()}}
-        told = {name: value for name, value in known.items() if value is not None}
-        entry = definition.custom_inputs_entrypoint
-        lines.append(f'made = {entry}({told!r}, torch.device("cpu"))')
-    lines.append(f"return [{', '.join(made)}]")
-    index = iter(range(len(tensors)))
-    called = [numbers.get(name) or f"get_inputs()[{next(index)}]" for name in definition.inputs]
-    free = _free(definition)
-    axes = {
-        name: [
-            index for index, axis in enumerate(definition.inputs[name].shape or ()) if axis in free
-        ]
-        for name in tensors
-    }
-    return _FILE.format(
-        free=axes,
-        reference=definition.reference,
-        tensors=", ".join(tensors),
-        arguments=", ".join(numbers.get(name, name) for name in definition.inputs),
-        made="\n    ".join(lines),
-        called=", ".join(called),
-    )
+def _check_parameters(tree: ast.Module, inputs: list[str]) -> None:
+    """Inputs are handed over by their place, so that an order of `run`'s own would mix them up."""
+    run = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "run"]
+    told = run[-1].args
+    names = [each.arg for each in (*told.posonlyargs, *told.args)]
+    if names[: len(inputs)] != inputs and not told.vararg:
+        raise Refused(
+            f"run takes {plain(', '.join(names)[:150])}, and its inputs are "
+            f"{plain(', '.join(inputs)[:150])}"
+        )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .trials import tried
+from .trials import OwnAxes, tried
 from .values import Unfit, drawn, literal
 
 SYMBOLIC = {
@@ -41,8 +41,10 @@ def _form(spec: Any, count: Iterator[int]) -> Any:
 class Graph:
     """An exported program as plain data."""
 
-    def __init__(self, program: Any, module: Any, inputs: list[Any], ones: bool = False) -> None:
-        self.ones = ones
+    def __init__(
+        self, program: Any, module: Any, inputs: list[Any], own: OwnAxes | None = None
+    ) -> None:
+        self.own = own
         self.program, self.module, self.inputs = program, module, inputs
         self.forward = list(inspect.signature(module.forward).parameters)
         self.symbols: dict[str, dict[str, Any]] = {}
@@ -96,7 +98,7 @@ class Graph:
             if node.op == "call_function" and node.name in used
         ]
         outputs = [self._output(nodes[name]) for name in results]
-        sizes = tried(self.program, self.module, self.inputs, self.symbols, self.notes, self.ones)
+        sizes = tried(self.program, self.module, self.inputs, self.symbols, self.notes, self.own)
         return {
             "tensors": tensors,
             "arguments": arguments,

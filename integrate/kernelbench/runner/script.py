@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from .graph import Graph
+from .trials import OwnAxes
 from .values import Unfit, literal
 
 
@@ -42,7 +43,7 @@ def trace(path: str) -> dict[str, Any]:
     module = names["Model"](*init, **keywords)
     inputs = given(module, inputs)
     program = exported(module, inputs, names.get("FREE_AXES"))
-    found = Graph(program, module, inputs, ones="FREE_AXES" in names)
+    found = Graph(program, module, inputs, names.get("FREE_AXES"))
     return {
         "init": [literal(each) for each in init],
         "keywords": {name: literal(each) for name, each in keywords.items()},
@@ -70,11 +71,11 @@ def given(module: Any, inputs: list[Any]) -> list[Any]:
     return inputs
 
 
-def exported(module: Any, inputs: list[Any], free_axes: dict[str, list[int]] | None = None) -> Any:
+def exported(module: Any, inputs: list[Any], free_axes: OwnAxes | None = None) -> Any:
     """The module's graph, with all sizes free, or only the first of each input, or none.
 
     Args:
-        free_axes: those that may be free, by the names of inputs; None: all.
+        free_axes: those that may be free, and what they are, by the names of inputs; None: all.
     """
     import torch
     from torch.export import Dim

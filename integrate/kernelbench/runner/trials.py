@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from typing import Any
 
 from .values import Unfit
+
+OwnAxes = dict[str, dict[int, str]]
+"""What the free axes of inputs are: a name, or arithmetic over names that other axes have alone."""
 
 
 def tried(
@@ -14,30 +19,36 @@ def tried(
     inputs: list[Any],
     symbols: dict[str, Any],
     notes: list[str],
-    ones: bool = False,
+    own: OwnAxes | None = None,
 ) -> list[dict[str, int]]:
     """Other sizes of the symbols at which the module itself gives what the graph gives.
 
     Each symbol is given its size in the file; the first, which is swept, what it is a multiple of.
 
     Args:
-        ones: whether sizes of 1 are tried, too.
+        own: what the file says of its axes. Those of one name have one size; sizes of 1 are tried,
+            too, and each axis is swept.
     """
-    trials = Trials(program, module, inputs)
+    trials = Trials(program, module, inputs, own)
     for name, symbol in symbols.items():
-        if name not in trials.now:
+        if name not in trials.symbols:
             raise Unfit("its sizes depend on values")
-        symbol["size"] = trials.now[name]
-    kept = trials.smaller(symbols, notes)
-    if ones and kept:
+        symbol["size"] = trials.symbols[name]
+    trials.tie(symbols)
+    kept = trials.smaller(notes)
+    if own is not None and kept:
         trials.at_one(symbols, notes)
-    return trials.swept(kept, symbols, notes) if kept else trials.none()
+    for name in list(trials.now) if own is not None else list(trials.now)[:1]:
+        kept = trials.swept(name, kept, symbols, notes) if kept else []
+    return [trials.of_symbols(sizes) for sizes in kept] if kept else trials.none()
 
 
 class Trials:
     """Runs of a module and its graph on smaller inputs, whose integers are drawn as the op's."""
 
-    def __init__(self, program: Any, module: Any, inputs: list[Any]) -> None:
+    def __init__(
+        self, program: Any, module: Any, inputs: list[Any], own: OwnAxes | None = None
+    ) -> None:
         import torch
         from torch.export.graph_signature import InputKind
 
@@ -45,18 +56,45 @@ class Trials:
         nodes = {node.name: node for node in program.graph.nodes}
         specs = program.graph_signature.input_specs
         named = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
-        self.now: dict[str, int] = {}
+        self.symbols: dict[str, int] = {}
+        self.texts: dict[str, str] = {}
+        """What each symbol is; without a file's word, itself."""
         self.where: list[tuple[int, int, str]] = []
+        labels = list(inspect.signature(module.forward).parameters)
         for index, (name, given) in enumerate(zip(named, inputs, strict=True)):
             for axis, size in enumerate(given.shape if hasattr(given, "dtype") else ()):
                 free = nodes[name].meta["val"].shape[axis]
                 if not isinstance(free, int) and free.node.expr.is_Symbol:
-                    self.now[str(free.node.expr)] = int(size)
-                    self.where.append((index, axis, str(free.node.expr)))
+                    symbol = str(free.node.expr)
+                    self.symbols[symbol] = int(size)
+                    self.where.append((index, axis, symbol))
+                    said = (own or {}).get(labels[index], {}).get(axis, symbol)
+                    self.texts.setdefault(symbol, said)
         tags = [getattr(node.target, "tags", ()) for node in nodes.values()]
         self.seeded = any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
-    def smaller(self, symbols: dict[str, Any], notes: list[str]) -> list[dict[str, int]]:
+    def tie(self, symbols: dict[str, Any]) -> None:
+        """Find the axes that sizes are chosen of: several symbols may be of one."""
+        texts = {name: self.texts[name] for name in symbols}
+        alone = {text for text in texts.values() if text.isidentifier()}
+        for name, text in texts.items():
+            if not text.isidentifier() and not set(re.findall(r"[A-Za-z_]\w*", text)) <= alone:
+                texts[name] = name
+        self.texts = texts
+        self.now = {text: self.symbols[name] for name, text in texts.items() if text.isidentifier()}
+        self.least = {
+            text: max(symbols[name]["least"] for name, other in texts.items() if other == text)
+            for text in self.now
+        }
+
+    def of_symbols(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The symbols' sizes at sizes of the axes."""
+        return {
+            name: sizes[text] if text in sizes else int(eval(text, {"__builtins__": {}}, sizes))
+            for name, text in self.texts.items()
+        }
+
+    def smaller(self, notes: list[str]) -> list[dict[str, int]]:
         """At most two sizes at which the graph holds."""
         kept: list[dict[str, int]] = []
         # all sizes, else the first alone: labels may not fit fewer classes
@@ -65,7 +103,7 @@ class Trials:
                 name: min(max(size // part, 2) + more, size) if index < many else size
                 for index, (name, size) in enumerate(self.now.items())
             }
-            if not sizes or any(sizes[name] < symbols[name]["least"] for name in sizes):
+            if not sizes or any(sizes[name] < self.least[name] for name in sizes):
                 continue
             if sizes in kept or len(kept) == 2:
                 continue
@@ -76,28 +114,31 @@ class Trials:
         return kept
 
     def swept(
-        self, kept: list[dict[str, int]], symbols: dict[str, Any], notes: list[str]
+        self, first: str, kept: list[dict[str, int]], symbols: dict[str, Any], notes: list[str]
     ) -> list[dict[str, int]]:
-        """The sizes again, if the first axis alone may have others: the judge draws some."""
-        first, why = next(iter(symbols)), ""
+        """The sizes again, if an axis alone may have others: the judge draws some."""
+        why = ""
         base, most = kept[0][first], self.now[first]
         for step in range(1, base + 1):
             if math.gcd(base, most) % step:
                 continue
             near = [each for each in (base + step, base - step) if each <= most]
-            near = [each for each in near if each >= max(symbols[first]["least"], 1)]
+            near = [each for each in near if each >= max(self.least[first], 1)]
             said = [self.fails({**kept[0], first: each}) for each in near]
             if not any(said):
-                symbols[first]["multiple"] = step
+                for symbol, text in self.texts.items():
+                    if text == first:
+                        symbols[symbol]["multiple"] = step
                 return [sizes for sizes in kept if sizes[first] % step == 0]
             why = why or next(filter(None, said))
-        notes.append(f"not where its first size alone is another: {why}")
+        which = f"the size {first}" if first not in self.symbols else "its first size"
+        notes.append(f"not where {which} alone is another: {why}")
         return []
 
     def at_one(self, symbols: dict[str, Any], notes: list[str]) -> None:
         """torch.export says of a free size that it is at least 2: try 1, alone and everywhere."""
         small = {name: min(size, 3) for name, size in self.now.items()}
-        if any(symbols[name]["least"] > 2 for name in small):
+        if any(self.least[name] > 2 for name in small):
             return
         for sizes in [*({**small, name: 1} for name in small), dict.fromkeys(small, 1)]:
             try:
@@ -107,6 +148,7 @@ class Trials:
             if why:
                 notes.append(f"not where sizes are 1: {why}")
                 return
+        self.least = dict.fromkeys(self.least, 1)
         for symbol in symbols.values():
             symbol["least"] = 1
 
@@ -120,6 +162,9 @@ class Trials:
         """Why the graph does not hold at these sizes; nothing where it does."""
         import torch
 
+        sizes = self.of_symbols(sizes)
+        if any(not 0 < sizes[name] <= size for name, size in self.symbols.items() if name in sizes):
+            return "a size that is computed of it is none"
         made = [self._smaller(index, given, sizes) for index, given in enumerate(self.inputs)]
         try:
             with torch.no_grad():
@@ -146,7 +191,7 @@ class Trials:
 
         part = given
         for at, axis, name in self.where:
-            if at == index:
+            if at == index and name in sizes:
                 part = part.narrow(axis, 0, sizes[name])
         if not _whole(given):
             return part.contiguous() if hasattr(part, "dtype") else part

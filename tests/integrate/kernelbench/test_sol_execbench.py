@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
+from patcher.bench import (
+    Candidate,
+    Contract,
+    Evaluation,
+    Language,
+    Outcome,
+    UsageError,
+    load_op,
+)
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.integrate import ProblemOptions, import_kernel
+from patcher.integrate.imports import ImportResult
 from patcher.integrate.kernelbench.model_new import model_new
 from patcher.integrate.kernelbench.sol_solution import write_solution
 from patcher.integrate.kernelbench.workloads import MOST_CHECKED, chosen
@@ -209,6 +218,149 @@ def put(path: str, value: object) -> Callable[[dict[str, Any], list[Any]], None]
     return change
 
 
+def formed(
+    folder: Path,
+    reference: str,
+    axes: dict[str, Any],
+    shapes: tuple[dict[str, list[str]], dict[str, list[str]]],
+    sizes: list[dict[str, int]],
+) -> ImportResult:
+    """Import a problem of float32: a size of None is variable, a text is an expression."""
+    kinds = {type(None): "var", int: "const", str: "expr"}
+    fields = {"var": "description", "const": "value", "expr": "expression"}
+
+    def change(definition: dict[str, Any], workloads: list[Any]) -> None:
+        definition["reference"] = f"import torch\n\n\n{reference}"
+        definition["axes"] = {
+            name: {"type": (kind := kinds[type(size)]), fields[kind]: size}
+            for name, size in axes.items()
+        }
+        for field, tensors in zip(("inputs", "outputs"), shapes, strict=True):
+            definition[field] = {
+                name: {"shape": shape, "dtype": "float32"} for name, shape in tensors.items()
+            }
+        workloads[:] = [
+            {"uuid": str(size), "axes": size, "inputs": {n: {"type": "random"} for n in shapes[0]}}
+            for size in sizes
+        ]
+
+    return import_kernel(write(folder / "a", change), folder / "ops")
+
+
+def contract_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Contract:
+    monkeypatch.setenv("PATCHER_OPS", str(folder / "ops"))
+    return load_op(OP).contract
+
+
+def test_an_axis_is_one_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in this graph ties the rows of x to those of y, nor T to B. The problem does."""
+    formed(
+        tmp_path,
+        "def run(x, y, z):\n    return x.t() * 2, y * 3, z + 1\n",
+        {"N": None, "K": 3, "T": "N * K", "U": "T + N"},
+        (
+            {"x": ["N", "N"], "y": ["T", "N"], "z": ["U"]},
+            {"u": ["N", "N"], "v": ["T", "N"], "w": ["U"]},
+        ),
+        [{"N": 4}, {"N": 16}, {"N": 9}],
+    )
+    contract = contract_in(tmp_path, monkeypatch)
+    assert contract.sweeps[0].axis == "N"
+    assert (contract.sweeps[0].values, contract.sweeps[0].fixed) == ((4, 9, 16), {})
+    assert all(each.axes.keys() == {"N"} for each in contract.hidden)
+    for point in load_op(OP).sweep("cpu").points():
+        values = load_op(OP).inputs.make(point, torch.Generator().manual_seed(1), "normal")
+        size = point.axes["N"]
+        assert values["x"].shape == values["u"].shape == (size, size)
+        assert values["y"].shape == (3 * size, size)
+        assert values["z"].shape == values["w"].shape == (4 * size,)
+
+
+def test_a_workload_of_another_graph_is_not_taken_for_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = (
+        "def run(q, k):\n"
+        "    if q.shape[0] == k.shape[0]:\n"
+        "        return q + k\n"
+        "    return q - k.sum(0)\n"
+    )
+    done = formed(
+        tmp_path,
+        reference,
+        {"M": None, "N": None, "H": 8},
+        ({"q": ["M", "H"], "k": ["N", "H"]}, {"o": ["M", "H"]}),
+        [{"M": 4, "N": 4}, {"M": 4, "N": 64}, {"M": 16, "N": 16}],
+    )
+    contract = contract_in(tmp_path, monkeypatch)
+    assert contract.sweeps[0].values == (4, 16)
+    assert "1 of 3 workloads are not judged: the reference" in " ".join(done.notes)
+
+
+def test_a_loop_over_a_size_leaves_that_size_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = (
+        "def run(x):\n"
+        "    rows = [x[:, 0]]\n"
+        "    for index in range(1, x.shape[1]):\n"
+        "        rows.append(rows[-1] * 0.5 + x[:, index])\n"
+        "    return torch.stack(rows, 1)\n"
+    )
+    done = formed(
+        tmp_path,
+        reference,
+        {"B": None, "T": None},
+        ({"x": ["B", "T"]}, {"o": ["B", "T"]}),
+        [{"B": 2, "T": 5}, {"B": 2, "T": 50}, {"B": 8, "T": 5}],
+    )
+    contract = contract_in(tmp_path, monkeypatch)
+    assert [each.shape for each in contract.tensors] == [("B", "5"), ("B", "5")]
+    assert contract.sweeps[0].values == (2, 8)
+    assert "1 of 3 workloads are not judged" in " ".join(done.notes)
+
+
+def test_a_swept_size_stays_a_multiple(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed(
+        tmp_path,
+        "def run(x):\n    return x.view(x.shape[0], x.shape[1] // 16, 16).sum(-1)\n",
+        {"B": None, "T": None, "C": "T // 16"},
+        ({"x": ["B", "T"]}, {"o": ["B", "C"]}),
+        [{"B": 2, "T": 32}, {"B": 2, "T": 64}, {"B": 2, "T": 128}],
+    )
+    contract = contract_in(tmp_path, monkeypatch)
+    assert contract.sweeps[0].axis == "T"
+    assert contract.guards.axes["T"].multiple_of % 16 == 0
+
+
+def test_its_code_may_use_any_name_and_give_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = (
+        "class Model:\n"
+        "    def __init__(self, scale):\n"
+        "        self.scale = scale\n\n\n"
+        "def get_inputs(x):\n"
+        "    return Model(2.0).scale * x\n\n\n"
+        "def run(made, run):\n"
+        "    return {'last': made.sum(-1, keepdim=True), 'first': get_inputs(run)}\n"
+    )
+    shapes: Any = (
+        {"made": ["N", "8"], "run": ["N", "8"]},
+        {"first": ["N", "8"], "last": ["N", "1"]},
+    )
+    formed(tmp_path, reference, {"N": None}, shapes, [{"N": 4}, {"N": 16}])
+    contract = contract_in(tmp_path, monkeypatch)
+    assert [(each.name, each.shape) for each in contract.written] == [
+        ("first", ("N", "8")),
+        ("last", ("N", "1")),
+    ]
+    values = load_op(OP).inputs.make(
+        load_op(OP).sweep("cpu").points()[0], torch.Generator().manual_seed(1), "normal"
+    )
+    assert torch.equal(load_op(OP).reference(**values)["first"], 2 * values["run"].double())
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -235,6 +387,12 @@ def put(path: str, value: object) -> Callable[[dict[str, Any], list[Any]], None]
             "make its result NaN",
         ),
         (put("surprise", 1), "is damaged"),
+        (put("outputs.sums.dtype", "bfloat16"), "sums is bfloat16, and its reference gives float3"),
+        (put("outputs.more", {"shape": [], "dtype": "float32"}), "has 3 outputs and gives 2"),
+        (put("outputs.sums.shape", ["length", "batch"]), "gives other sizes than it says"),
+        (put("axes.half.value", 24.5), "is damaged"),
+        (put("axes.hidden.expression", "length / 2"), "the size of hidden is 65.5"),
+        (put("reference", REFERENCE.replace("run(x, weight", "run(weight, x")), "run takes weight"),
     ],
 )
 def test_what_an_op_cannot_have_is_refused(
@@ -308,14 +466,18 @@ def test_what_cannot_be_a_solution_is_refused(ops: Path, tmp_path: Path) -> None
 
 def test_which_workloads_are_timed() -> None:
     own = {"rows": "batch", "columns": "length"}
-    least = {"rows": 1, "columns": 2}
+    least = {
+        "rows": {"minimum": 1, "multiple_of": 1},
+        "columns": {"minimum": 2, "multiple_of": 1, "maximum": 40},
+    }
     sizes = {"rows": 5, "columns": 6}
     every = [{"batch": batch, "length": 8} for batch in (1, 2, 3)]
     found = chosen([*every, {"batch": 2, "length": 1}], own, sizes, least)
     assert found is not None
     assert (found.axis, found.values, found.fixed) == ("rows", (1, 2, 3), {"columns": 8})
     assert (found.checked, found.unjudged) == ((), 1)
-    assert chosen([{"batch": 2, "length": 1}], own, sizes, least) is None
+    for length in (1, 41):
+        assert chosen([{"batch": 2, "length": length}], own, sizes, least) is None
     many = [{"batch": size, "length": 9 + size} for size in range(1, 12)]
     found = chosen(many, own, sizes, least)
     assert found is not None
