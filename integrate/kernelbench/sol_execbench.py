@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from patcher.bench import arithmetic_value, names_in, parse_json, problem
+from patcher.bench import DTYPES, arithmetic_value, names_in, parse_json, problem
 from patcher.integrate.formats.foreign_contract import FLOATS, Refused
 from patcher.integrate.kernelbench.problem import SMALLEST, Problem, plain
 from patcher.integrate.kernelbench.sol_file import free_axes, sol_file
@@ -144,6 +144,8 @@ def _check(definition: SolDefinition, workloads: Iterable[SolWorkload]) -> None:
         if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
             raise Refused(f"{plain(name)!r} cannot be a name in Python and C++")
     for name, axis in definition.axes.items():
+        if name in ("min", "max", "pow", *DTYPES):
+            raise Refused(f"its axis {name} has the name of a function or a dtype")
         if axis.type == "const" and axis.value is None:
             raise Refused(f"its axis {name} is constant and has no value")
         try:

@@ -9,8 +9,11 @@ from patcher.bench import names_in
 from patcher.integrate.kernelbench.names import replaced
 from patcher.integrate.kernelbench.sol_records import SolDefinition, SolWorkload
 
-_FILE = """_own = {{"__name__": "problem"}}
-exec(compile({reference!r}, "reference.py", "exec"), _own)
+_FILE = """import sys as _sys
+
+_sys.modules["problem"] = type(_sys)("problem")
+_own = vars(_sys.modules["problem"])
+exec(compile({reference!r}, "reference.py", "exec", dont_inherit=True), _own)
 
 
 def _run(*_given):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,6 @@ class SolInput(Record):
 
 class SolWorkload(Record):
     uuid: str
-    axes: dict[str, int]
+    axes: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]]
     inputs: dict[str, SolInput]
     tolerance: dict[str, Any] | None = None

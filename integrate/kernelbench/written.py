@@ -113,6 +113,8 @@ class Body:
             raise Refused(f"it draws random numbers ({name})")
         if found._schema.is_mutable:
             raise Refused(f"its graph writes in place ({step.target})")
+        if (name, overload) == ("view", "dtype"):
+            raise Refused("it reads the bits of a number, which another dtype has not")
         if name.startswith("_") and name not in PRIVATE:
             raise Refused(f"its graph calls PyTorch's private {name}")
         # by its schema, since a size that it is given is a node as well: others write files

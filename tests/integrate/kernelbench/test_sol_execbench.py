@@ -230,7 +230,7 @@ def formed(
     fields = {"var": "description", "const": "value", "expr": "expression"}
 
     def change(definition: dict[str, Any], workloads: list[Any]) -> None:
-        definition["reference"] = f"import torch\n\n\n{reference}"
+        definition["reference"] = reference
         definition["axes"] = {
             name: {"type": (kind := kinds[type(size)]), fields[kind]: size}
             for name, size in axes.items()
@@ -297,29 +297,6 @@ def test_a_workload_of_another_graph_is_not_taken_for_one_of_this(
     assert "1 of 3 workloads are not judged: the reference" in " ".join(done.notes)
 
 
-def test_a_loop_over_a_size_leaves_that_size_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = (
-        "def run(x):\n"
-        "    rows = [x[:, 0]]\n"
-        "    for index in range(1, x.shape[1]):\n"
-        "        rows.append(rows[-1] * 0.5 + x[:, index])\n"
-        "    return torch.stack(rows, 1)\n"
-    )
-    done = formed(
-        tmp_path,
-        reference,
-        {"B": None, "T": None},
-        ({"x": ["B", "T"]}, {"o": ["B", "T"]}),
-        [{"B": 2, "T": 5}, {"B": 2, "T": 50}, {"B": 8, "T": 5}],
-    )
-    contract = contract_in(tmp_path, monkeypatch)
-    assert [each.shape for each in contract.tensors] == [("B", "5"), ("B", "5")]
-    assert contract.sweeps[0].values == (2, 8)
-    assert "1 of 3 workloads are not judged" in " ".join(done.notes)
-
-
 def test_a_swept_size_stays_a_multiple(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     formed(
         tmp_path,
@@ -337,9 +314,9 @@ def test_its_code_may_use_any_name_and_give_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = (
-        "class Model:\n"
-        "    def __init__(self, scale):\n"
-        "        self.scale = scale\n\n\n"
+        "from __future__ import annotations\nimport dataclasses\n\n\n"
+        "@dataclasses.dataclass\nclass Model:\n"
+        "    scale: float\n\n\n"
         "def get_inputs(x):\n"
         "    return Model(2.0).scale * x\n\n\n"
         "def run(made, run):\n"
@@ -387,6 +364,17 @@ def test_its_code_may_use_any_name_and_give_a_table(
             "make its result NaN",
         ),
         (put("surprise", 1), "is damaged"),
+        (put("0.axes", {"batch": 4, "length": 10**30}), "is damaged"),
+        (put("axes.max", {"type": "var"}), "max has the name of a function or a dtype"),
+        (
+            put(
+                "reference",
+                REFERENCE.replace("wide.pow(2)", "wide.view(torch.int32).abs().float()").replace(
+                    "MARKER", "'a'"
+                ),
+            ),
+            "reads the bits of a number",
+        ),
         (put("outputs.sums.dtype", "bfloat16"), "sums is bfloat16, and its reference gives float3"),
         (put("outputs.more", {"shape": [], "dtype": "float32"}), "has 3 outputs and gives 2"),
         (put("outputs.sums.shape", ["length", "batch"]), "gives other sizes than it says"),
