@@ -46,6 +46,7 @@ class NamedTensor(Record):
     @property
     def summary(self) -> str:
         zero = {"triu": ", zero below its diagonal", "tril": ", zero above its diagonal"}
+        zero |= {"triu1": f"{zero['triu']} and on it", "tril1": f"{zero['tril']} and on it"}
         return f"{self.kind} {self.target}{zero.get(self.triangle, '')}"
 
 

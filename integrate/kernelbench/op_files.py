@@ -102,9 +102,12 @@ def _rows(tensors: list[NamedTensor]) -> str:
     return "\n        ".join(rows)
 
 
+_TRIANGLES = {"triu": "triu()", "tril": "tril()", "triu1": "triu(1)", "tril1": "tril(-1)"}
+
+
 def _triangles(tensors: list[NamedTensor]) -> str:
     rows = [
-        f'    tensors["{each.name}"] = tensors["{each.name}"].{each.triangle}()\n'
+        f'    tensors["{each.name}"] = tensors["{each.name}"].{_TRIANGLES[each.triangle]}\n'
         for each in tensors
         if each.triangle
     ]

@@ -54,7 +54,7 @@ class TracedTensor(Record):
     """The constant, the smallest value, or the mean."""
     high: Annotated[float, Field(allow_inf_nan=False)]
     """The largest value, or the standard deviation."""
-    triangle: Literal["", "triu", "tril"] = ""
+    triangle: Literal["", "triu", "tril", "triu1", "tril1"] = ""
     """Of matrices that are zero but for a triangle; the numbers above are of that."""
     table: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
     """Its own bytes, compressed, in base64."""

@@ -56,11 +56,14 @@ def drawn(sample: Any, kind: str) -> dict[str, Any]:
 
 
 def _triangle(sample: Any) -> str:
-    """The function that leaves each matrix as it is, where the others are zero: triu or tril."""
+    """The function that leaves each matrix as it is, where the others are zero: triu or tril, and
+    1 if the diagonal is zero, too, as that of a causal mask."""
     if sample.dim() < 2 or min(sample.shape[-2:]) < 4 or not sample.is_floating_point():
         return ""
     found = [name for name in ("triu", "tril") if sample.equal(getattr(sample, name)())]
-    return found[0] if len(found) == 1 else ""
+    if len(found) != 1:
+        return ""
+    return found[0] + ("" if bool(sample.diagonal(dim1=-2, dim2=-1).any()) else "1")
 
 
 def table(sample: Any) -> dict[str, Any]:

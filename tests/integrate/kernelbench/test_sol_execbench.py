@@ -195,6 +195,29 @@ def test_its_own_code_draws_its_inputs(tmp_path: Path, monkeypatch: pytest.Monke
     assert float(values["x"].min()) > -0.1
 
 
+def test_a_causal_mask_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(definition: dict[str, Any], workloads: list[Any]) -> None:
+        definition["custom_inputs_entrypoint"] = "draw"
+        definition["axes"] = {"N": {"type": "var"}}
+        definition["inputs"] = {"m": {"shape": ["N", "N"], "dtype": "bfloat16"}}
+        definition["outputs"] = {"o": {"shape": ["N", "N"], "dtype": "float32"}}
+        definition["reference"] = (
+            "import torch\n\n\ndef run(m):\n    return torch.softmax(m.float(), -1)\n\n\n"
+            "def draw(axes, device):\n"
+            "    least = torch.finfo(torch.bfloat16).min\n"
+            "    return {'m': torch.full((axes['N'], axes['N']), least).triu(1)}\n"
+        )
+        for size, each in enumerate(workloads, 8):
+            each |= {"axes": {"N": size}, "inputs": {"m": {"type": "custom"}}}
+
+    import_kernel(write(tmp_path / "a", own), tmp_path / "ops")
+    contract_in(tmp_path, monkeypatch)
+    op = load_op(OP)
+    values = op.inputs.make(op.sweep("cpu").points()[0], torch.Generator().manual_seed(1), "normal")
+    assert bool((values["m"].diagonal() == 0).all())
+    assert float(values["m"][0, 1]) < -1e37
+
+
 def test_sizes_are_chosen_and_precisions_are_not(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     done = import_kernel(folder, tmp_path / "ops", ProblemOptions(sizes={"batch": 3}))
