@@ -180,6 +180,9 @@ def _check(definition: SolDefinition, workloads: Iterable[SolWorkload]) -> None:
                 raise Refused(f"nothing makes its custom input {plain(name)}")
             if name in numbers and (given.type != "scalar" or given.value is None):
                 raise Refused(f"a workload has no value of {name}")
+    for name in definition.inputs:
+        if len({each.inputs[name].type for each in workloads}) > 1:
+            raise Refused(f"its workloads differ in what makes {name}, and an op has one way")
     for name in numbers:
         if len({each.inputs[name].value for each in workloads}) > 1:
             raise Refused(f"its workloads differ in {name}, and an op has one value of it")

@@ -376,6 +376,13 @@ def test_its_code_may_use_any_name_and_give_a_table(
         (put("0.inputs.x", {"type": "custom"}), "nothing makes its custom input x"),
         (put("0.inputs.eps", {"type": "scalar", "value": 1.0}), "workloads differ in eps"),
         (put("0.inputs.eps", {"type": "random"}), "no value of eps"),
+        (
+            lambda d, w: (
+                d.update(custom_inputs_entrypoint="draw"),
+                put("0.inputs.x", {"type": "custom"})(d, w),
+            ),
+            "differ in what makes x",
+        ),
         (put("0.inputs", {}), "does not say what x is"),
         (put("0.axes", {"batch": "four"}), "is damaged"),
         (put("0.axes", {"batch": 4}), "no size of length"),
