@@ -13,10 +13,10 @@ from patcher.integrate.kernelbench.model_new import record_of
 from patcher.integrate.kernelbench.sol_execbench import (
     DEFINITION,
     SOL,
-    SolDefinition,
     definition_at,
     shown_name,
 )
+from patcher.integrate.kernelbench.sol_records import SolDefinition
 from patcher.integrate.kernelbench.texts import written_file
 
 LANGUAGES = {
