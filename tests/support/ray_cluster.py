@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+TOKEN = secrets.token_hex(32)
+"""One for all clusters of this process: ray keeps the first that it reads."""
+
 
 @contextmanager
 def ray_cluster() -> Iterator[Any]:
@@ -17,7 +20,7 @@ def ray_cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # else ray writes a token into the home folder
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.delenv("RAY_AUTH_MODE")  # ray sets it itself, and it is to be as before
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         _start(ray)
         try:
             yield ray
