@@ -57,6 +57,11 @@ def op_shape(sizes: tuple[str, ...], axes: dict[str, str], alone: str) -> tuple[
 
 
 def over_axes(text: str, axes: dict[str, str]) -> str:
+    """A size of a trace over an op's axes; digits where none is free.
+
+    Raises:
+        Refused: it names another symbol, or is no arithmetic.
+    """
     if set(re.findall(r"[A-Za-z_]\w*", text)) - axes.keys():
         raise Refused("its trace names a size that it does not define")
     expression = replaced(text, axes)

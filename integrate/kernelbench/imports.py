@@ -147,6 +147,8 @@ def sizes_of(sizes: list[str]) -> dict[str, int]:
 
 
 def _require_names(paths: list[Path], sizes: Mapping[str, int]) -> None:
+    if not sizes:
+        return
     known = list(
         dict.fromkeys(
             name

@@ -12,11 +12,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from patcher.bench import (
-    SCHEMA_VERSION,
     Candidate,
     Contract,
     Language,
-    Record,
     TensorSpec,
     UsageError,
     load_op,
@@ -34,7 +32,7 @@ from patcher.integrate.kernelbench.problem import (
 from patcher.integrate.kernelbench.records import RECORD, ProblemRecord
 from patcher.integrate.kernelbench.results import form_of, is_flat, packed, unpacked
 from patcher.integrate.kernelbench.sol_execbench import SOL
-from patcher.integrate.kernelbench.texts import joined, written_file
+from patcher.integrate.kernelbench.texts import AnswerFile, joined, written_file
 
 ENTRY = '''
 
@@ -132,17 +130,11 @@ _loader.exec_module(_patcher_kernel)""",
 }
 
 
-class ModelNewFile(Record):
+class ModelNewFile(AnswerFile):
     """The result of an export to KernelBench."""
 
-    schema_version: int = SCHEMA_VERSION
-    path: str
-    """The file that was written."""
-    op: str
     file: str
     """The problem that it answers."""
-    digest: str
-    """Digest of the candidate: language and source."""
 
 
 def write_model_new(op: str, source: Path, problem: Path, out: Path) -> ModelNewFile:

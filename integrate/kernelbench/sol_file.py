@@ -83,6 +83,13 @@ def sol_file(
     sizes: Mapping[str, int],
     free: Mapping[str, str],
 ) -> str:
+    """The text of the file: it runs the Definition's reference in a module of its own.
+
+    Args:
+        workload: says how inputs are made, and numbers.
+        sizes: of each axis.
+        free: see `free_axes`.
+    """
     tensors = [name for name, each in definition.inputs.items() if each.shape is not None]
     numbers = {
         name: repr(workload.inputs[name].value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
 
-from patcher.bench import SCHEMA_VERSION, Candidate, Language, Record, UsageError
+from patcher.bench import Candidate, Language, UsageError
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.model_new import record_of
+from patcher.integrate.kernelbench.problem import defined_names
 from patcher.integrate.kernelbench.sol_execbench import (
     DEFINITION,
     SOL,
@@ -17,7 +17,7 @@ from patcher.integrate.kernelbench.sol_execbench import (
     shown_name,
 )
 from patcher.integrate.kernelbench.sol_records import SolDefinition
-from patcher.integrate.kernelbench.texts import written_file
+from patcher.integrate.kernelbench.texts import AnswerFile, written_file
 
 LANGUAGES = {
     Language.TORCH: "pytorch",
@@ -27,17 +27,11 @@ LANGUAGES = {
 FILE = "kernel.py"
 
 
-class SolutionFile(Record):
+class SolutionFile(AnswerFile):
     """The result of an export to SOL-ExecBench."""
 
-    schema_version: int = SCHEMA_VERSION
-    path: str
-    """The file that was written."""
-    op: str
     definition: str
     """The problem that it answers."""
-    digest: str
-    """Digest of the candidate: language and source."""
 
 
 def write_solution(op: str, source: Path, problem: Path, out: Path) -> SolutionFile:
@@ -81,7 +75,8 @@ def solution_of(candidate: Candidate, definition: SolDefinition) -> dict[str, An
             f"give one in {', '.join(LANGUAGES)}",
         )
     tensors = [name for name, each in definition.inputs.items() if each.shape is not None]
-    known = dict(zip(_arguments(record.arguments), tensors, strict=True))
+    arguments = [each["tensor"] for each in record.arguments]
+    known = dict(zip(arguments, tensors, strict=True))
     known |= dict(zip([each.name for each in contract.written], definition.outputs, strict=True))
     if left := [each.name for each in contract.tensors if each.name not in known]:
         raise UsageError(f"{left[0]} is a constant of the problem", "give another kernel")
@@ -90,12 +85,7 @@ def solution_of(candidate: Candidate, definition: SolDefinition) -> dict[str, An
         known[each.name] + ("" if every[known[each.name]].shape else ".reshape(1)")
         for each in contract.tensors
     ]
-    taken = {
-        each.name
-        for each in ast.walk(ast.parse(candidate.source))
-        if isinstance(each, ast.FunctionDef)
-    }
-    entry = "run" if "run" not in taken else "run_solution"
+    entry = "run_solution" if "run" in defined_names(candidate.source) else "run"
     given = ", ".join([*definition.inputs, *definition.outputs])
     text = candidate.source.rstrip("\n") + (
         f"\n\n\ndef {entry}({given}):\n    {candidate.op}({', '.join(passed)})\n"
@@ -114,7 +104,3 @@ def solution_of(candidate: Candidate, definition: SolDefinition) -> dict[str, An
         },
         "sources": [{"path": FILE, "content": text}],
     }
-
-
-def _arguments(arguments: tuple[dict[str, Any], ...]) -> list[str]:
-    return [each["tensor"] for each in arguments]

@@ -7,7 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-from patcher.bench import UsageError
+from patcher.bench import SCHEMA_VERSION, Record, UsageError
 
 _LEFT = ("get_inputs", "get_init_inputs")
 
@@ -46,6 +46,17 @@ def joined(source: str, problem: str) -> str:
 
 def _is_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+class AnswerFile(Record):
+    """The result of an export of a candidate as an answer to a problem."""
+
+    schema_version: int = SCHEMA_VERSION
+    path: str
+    """The file that was written."""
+    op: str
+    digest: str
+    """Digest of the candidate: language and source."""
 
 
 def written_file(out: Path, text: str) -> None:

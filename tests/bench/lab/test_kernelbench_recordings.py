@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 from scipy.stats import fisher_exact
 
 from patcher.bench.stats.shares import wilson
-from patcher.kernel_search.recording import TABLE, LoopRecording, read, replay, table
+from patcher.kernel_search.recording import REPLIES, TABLE, LoopRecording, read, replay, table
 from patcher.kernel_search.recording_archive import recordings
 
 KEPT = Path(__file__).parents[3] / "bench/results/loop"
@@ -80,6 +81,17 @@ def test_the_page_says_of_a_local_model_what_its_loops_came_to(local: Path) -> N
         [cells] = [said("by iteration, of 10 each")[not feedback]]
         assert cells == ", ".join(str(by[iteration]) for iteration in range(5))
         ran[feedback] = len(can_run)
+        paths = [
+            each for each in sorted(local.iterdir()) if each.name.endswith(WITHOUT) != feedback
+        ]
+        asked = [
+            json.loads(line)["reply"]["usage"]
+            for path in paths
+            for line in (path / REPLIES).read_text(encoding="utf-8").splitlines()
+        ]
+        spent = [sum(each[f"{way}_tokens"] for each in asked) for way in ("input", "output")]
+        told = f"{len(asked)}; {spent[0]:,}, {spent[1]:,}"
+        assert said("model calls; tokens in, out")[not feedback] == told
     assert f"With feedback {ran[True]} replies of 50 can be run, without {ran[False]}" in PAGE
     chance = fisher_exact(np.array([[one, 50 - one] for one in ran.values()])).pvalue
     assert f"p = {chance:.2f}" in PAGE
