@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -289,7 +290,8 @@ def _said(value: Tensor, reference: Tensor, wrong: Tensor, what: str) -> str:
 
 
 def _index(flat: int, reference: Tensor) -> list[int]:
-    return [int(i) for i in torch.unravel_index(torch.tensor(flat), reference.shape)]
+    # torch.unravel_index imports sympy, which takes seconds
+    return [int(i) for i in np.unravel_index(flat, tuple(reference.shape))]
 
 
 def stacked(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:

@@ -13,9 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from patcher.bench.judge.placement import contiguous
 from patcher.bench.ops.codes import as_bytes
@@ -26,14 +24,16 @@ RED_ZONE = 256
 FILL = 0xFF
 _ALIGN = 256
 
-Bytes = NDArray[np.uint8]
+Bytes = torch.Tensor
+"""uint8: of the judge's own on the device that is judged, or of what it shares with a runner."""
 Travel = Literal["poisoned", "bytes", "checked", "mixed"]
 """`poisoned`: filled with poison where the call runs, and returned; `bytes`: sent and returned;
 `checked`: sent, and a digest returned; `mixed`: sent as a recipe, and a digest returned. The slots
 of a set are in this order."""
 _TRAVELS: tuple[Travel, ...] = ("poisoned", "bytes", "checked", "mixed")
 RETURNED = _TRAVELS[:2]
-_POISON = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_POISON = -1
+"""Eight bytes of poison as int64."""
 
 
 class Slot(Record):
@@ -60,7 +60,7 @@ class Slot(Record):
         return self.model_copy(update={"offset": self.offset + by, "begin": self.begin + by})
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
-        """The tensor in a set's bytes (uint8, on the CPU)."""
+        """The tensor in a set's bytes, uint8."""
         data = block[self.begin : self.begin + self.span_bytes]
         return data.view(DTYPES[self.dtype].torch_dtype).as_strided(self.shape, self.strides)
 
@@ -154,18 +154,18 @@ def write_slot(slot: Slot, block: Bytes, value: torch.Tensor | None) -> None:
     end, held = slot.begin + slot.span_bytes, slot.span_bytes
     if value is None or _item_bytes(slot) < held:
         held = 0
-    block[slot.offset : end - held] = FILL
-    block[end : slot.offset + slot.slot_bytes] = FILL
+    block[slot.offset : end - held].fill_(FILL)
+    block[end : slot.offset + slot.slot_bytes].fill_(FILL)
     if value is not None and slot.span_bytes:
-        as_bytes(slot.view(torch.from_numpy(block))).copy_(as_bytes(value))
+        as_bytes(slot.view(block)).copy_(as_bytes(value))
 
 
 def holds(slot: Slot, block: Bytes, value: torch.Tensor) -> bool:
     """Whether the slot of a contiguous tensor in a set's bytes is as `write_slot` left it."""
     data = block[slot.begin : slot.begin + slot.span_bytes]
-    if (_outside(slot, block[None]) != FILL).any():
+    if _touched(slot, block[None]):
         return False
-    return np.array_equal(data, value.reshape(-1).view(torch.uint8).numpy())
+    return torch.equal(data, value.reshape(-1).view(torch.uint8))
 
 
 def as_slot(slot: Slot, value: torch.Tensor) -> torch.Tensor:
@@ -180,9 +180,9 @@ def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, to
     """These tensors from the returned bytes of one set. A contiguous one is no copy: a large one
     would take longer to copy than to check.
     """
-    whole, wanted = torch.from_numpy(block), set(names)
+    wanted = set(names)
     return {
-        slot.name: as_bytes(slot.view(whole)).contiguous().view(DTYPES[slot.dtype].torch_dtype)
+        slot.name: as_bytes(slot.view(block)).contiguous().view(DTYPES[slot.dtype].torch_dtype)
         for slot in layout.slots
         if slot.name in wanted
     }
@@ -190,7 +190,7 @@ def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, to
 
 def is_poison(block: Bytes) -> bool:
     """Whether whole slots hold nothing but poison."""
-    return bool(block.view(np.uint64).min(initial=_POISON) == _POISON)
+    return bool((block.view(torch.int64) == _POISON).all())
 
 
 def strayed(layout: Layout, blocks: Bytes) -> list[str]:
@@ -199,28 +199,27 @@ def strayed(layout: Layout, blocks: Bytes) -> list[str]:
     Args:
         blocks: bytes of shape [sets, returned_bytes].
     """
-    return [
-        slot.name
-        for slot in layout.slots
-        if slot.travel in RETURNED and (_outside(slot, blocks) != FILL).any()
-    ]
+    slots = [slot for slot in layout.slots if slot.travel in RETURNED]
+    if not slots:
+        return []
+    found = torch.stack([_touched(slot, blocks) for slot in slots]).tolist()  # one wait for a GPU
+    return [slot.name for slot, touched in zip(slots, found, strict=True) if touched]
 
 
-def _outside(slot: Slot, blocks: Bytes) -> Bytes:
-    """Bytes of a slot outside of elements: red zones, and gaps between elements."""
+def _touched(slot: Slot, blocks: Bytes) -> torch.Tensor:
+    """Whether bytes of a slot outside of elements changed, in red zones or in gaps between
+    elements: a bool on the device of the bytes."""
     end = slot.begin + slot.span_bytes
-    before, after = (
-        blocks[:, slot.offset : slot.begin],
-        blocks[:, end : slot.offset + slot.slot_bytes],
-    )
-    found = [before, after]
+    before = blocks[:, slot.offset : slot.begin]
+    after = blocks[:, end : slot.offset + slot.slot_bytes]
+    found = (before != FILL).any() | (after != FILL).any()
     size = DTYPES[slot.dtype].item_bytes
     if _item_bytes(slot) < slot.span_bytes:
-        gaps = np.ones(slot.span_bytes, dtype=bool)
+        gaps = torch.ones(slot.span_bytes, dtype=torch.bool, device=blocks.device)
         shape, strides = (*slot.shape, size), (*(s * size for s in slot.strides), 1)
-        torch.from_numpy(gaps).as_strided(shape, strides).fill_(False)
-        found.append(blocks[:, slot.begin : end][:, gaps])
-    return np.concatenate(found, axis=1)
+        gaps.as_strided(shape, strides).fill_(False)
+        found |= ((blocks[:, slot.begin : end] != FILL) & gaps).any()
+    return found
 
 
 def _item_bytes(slot: Slot) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import numpy as np
+import torch
 
 from patcher.bench.judge.blob import Bytes, Layout
 from patcher.bench.runner.mixing import PIECE_BYTES
@@ -51,7 +51,7 @@ def require_room(size: int) -> None:
 def write_at_start(descriptor: int, data: Bytes) -> None:
     """Write all of the data; see `require_room`."""
     require_room(data.nbytes)
-    view, at = data.data.cast("B"), 0
+    view, at = data.numpy().data, 0
     while at < data.nbytes:
         at += os.pwrite(descriptor, view[at:], at)
 
@@ -62,7 +62,7 @@ def read_from_start(descriptor: int, data: Bytes, begin: int = 0) -> None:
     Raises:
         ValueError: the file is shorter.
     """
-    view, at = data.data.cast("B"), 0
+    view, at = data.numpy().data, 0
     while at < data.nbytes:
         count = os.preadv(descriptor, [view[at:]], begin + at)
         if count <= 0:
@@ -81,7 +81,7 @@ def read_summed(descriptor: int, data: Bytes) -> list[int]:
     def summed(at: int) -> int:
         piece = data[at : at + PIECE_BYTES]
         read_from_start(descriptor, piece, at)
-        return zlib.crc32(piece.data)
+        return zlib.crc32(piece.numpy().data)
 
     places = range(0, data.nbytes, PIECE_BYTES)
     if len(places) == 1:
@@ -95,7 +95,7 @@ class Left:
     """Contents of the buffers after a block of calls."""
 
     blocks: Bytes
-    """Returned bytes, uint8 of shape [sets, returned_bytes]."""
+    """Returned bytes, uint8 of shape [sets, returned_bytes], on the device that is judged."""
     key: int = 0
     """Key of the digests, drawn after the calls."""
     digests: object = None
@@ -107,30 +107,6 @@ class Left:
     """Whether something changed after the call had returned; the blocks are from before."""
 
 
-class SentSets:
-    """The judge's view of a file in memory that a runner only reads.
-
-    Values are written where the runner reads them, with no copy on the way. The judge reads nothing
-    back from it.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = descriptor
-        self._memory: mmap.mmap | None = None
-
-    def rows(self, sets: int, set_bytes: int) -> Bytes:
-        """The first bytes as [sets, set_bytes], to be filled; see `require_room`."""
-        require_room(sets * set_bytes)
-        if self._memory is None:
-            self._memory = mmap.mmap(self._file, 0)
-        data = np.frombuffer(self._memory, dtype=np.uint8, count=sets * set_bytes)
-        return data.reshape(sets, set_bytes)
-
-    def close(self) -> None:
-        """Give the memory back, once nobody holds rows."""
-        self._memory = None
-
-
 class SharedSets:
     """The judge's view of a file in memory that holds the sets of a runner on a CPU.
 
@@ -139,19 +115,20 @@ class SharedSets:
 
     def __init__(self, descriptor: int) -> None:
         self._file = descriptor
-        self._memory: mmap.mmap | None = None
+        self._memory: Bytes | None = None
 
     def left(self, plan: Layout, count: int) -> Left:
         """What `count` sets hold; the runner must be stopped."""
         sets = self.rows(plan, count)
-        return Left(sets[:, : plan.returned_bytes].copy(), whole=sets)
+        return Left(sets[:, : plan.returned_bytes].clone(), whole=sets)
 
     def kept(self, plan: Layout, count: int, order: Sequence[int]) -> Left:
         """The same, for a runner that kept the sets of `order` as their calls left them."""
         left = self.left(plan, count)
         kept = self.rows(plan, 2 * count)[count:, : plan.returned_bytes]
-        late = not np.array_equal(kept[order], left.blocks[order])
-        left.blocks[order] = kept[order]
+        called = list(order)
+        late = not torch.equal(kept[called], left.blocks[called])
+        left.blocks[called] = kept[called]
         return replace(left, late=late)
 
     def rows(self, plan: Layout, count: int) -> Bytes:
@@ -159,6 +136,5 @@ class SharedSets:
         pitch = -(-plan.set_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = max(pitch * count, mmap.PAGESIZE)
         if self._memory is None or len(self._memory) < size:
-            self._memory = mmap.mmap(self._file, size)
-        rows = np.frombuffer(self._memory, dtype=np.uint8, count=pitch * count)
-        return rows.reshape(count, pitch)[:, : plan.set_bytes]
+            self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
+        return self._memory[: pitch * count].view(count, pitch)[:, : plan.set_bytes]

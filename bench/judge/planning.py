@@ -33,9 +33,9 @@ SOAKED_BYTES = 1 << 30
 """Size limit of such a block."""
 FEWEST_CALLS = 200
 """Number of checked calls of an op with large sets; a thousand would take a minute."""
-_COPIES = 6
+_COPIES = 8
 """Copies of a block on the device: buffers and their contents after each call in both runners, the
-judge's own, and the expected values."""
+judge's own, its bytes as they were sent and as they came back, and the expected values."""
 
 
 def block_sets(op: Op, point: Point, device: str) -> int:

@@ -15,19 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
+import torch
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.judge.gpu_sets import GpuSets
 from patcher.bench.judge.memory_file import (
     CAPACITY,
     SETS_CAPACITY,
     Left,
-    SentSets,
     SharedSets,
     memory_file,
     read_from_start,
-    read_summed,
     write_at_start,
 )
 from patcher.bench.judge.zygote import (
@@ -102,13 +101,14 @@ class Runner:
         # opened before any foreign code, which can put another file, a link or a pipe in its place
         made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(self.folder / "log", made, 0o600)
-        self.sent = SentSets(self._files[0])
-        """On CUDA: what the next command reads of buffer sets."""
-        self.sets = SharedSets(self._files[1])
+        inputs, outputs = self._files
+        self.gpu_sets = GpuSets(inputs, outputs, zygote.device == "cuda")
+        """On CUDA: the buffer sets of commands."""
+        self.sets = SharedSets(outputs)
         """On a CPU: the buffer sets."""
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
-        inputs = os.open(f"/proc/self/fd/{self._files[0]}", os.O_RDONLY)
+        readable = os.open(f"/proc/self/fd/{inputs}", os.O_RDONLY)
         policy = None
         if not trusted:
             policy = asdict(
@@ -120,6 +120,7 @@ class Runner:
                 )
             )
         job = {
+            "device_bytes": self.gpu_sets.shared_bytes,
             "folder": str(self.folder),
             "log": str(self.folder / "log"),
             "environment": caches(self.folder, trusted),
@@ -127,12 +128,14 @@ class Runner:
             "paths": [str(ROOT)] if trusted else [],
         }
         try:
-            self._pid = zygote.fork(job, [commands, replies, inputs, self._files[1]])
+            given = [commands, replies, readable, outputs, *self.gpu_sets.descriptors]
+            self._pid = zygote.fork(job, given)
         except BaseException:
+            self.gpu_sets.close()
             remove_folder(self.folder)
             raise
         finally:
-            for descriptor in (commands, replies, inputs):
+            for descriptor in (commands, replies, readable):
                 os.close(descriptor)
         self._kin = tree.Kinship(self._pid)
 
@@ -173,6 +176,8 @@ class Runner:
         self.cpus, self.main = cpus, tree.innermost(self._pid)
         if cpus is not None:
             tree.pin(tree.descendants(self._pid), cpus)  # the processes that confine it, too
+        if "unshared" in reply:
+            self.gpu_sets.unshare()
         self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
@@ -215,17 +220,17 @@ class Runner:
         )
 
     def send(self, data: Bytes) -> None:
-        """Write the bytes that the next command reads."""
+        """Write the bytes that the next command reads from the file."""
         write_at_start(self._files[0], data)
 
     def handed(self, size: int) -> Bytes:
-        """The first bytes of what the last command wrote."""
-        data = np.empty(size, dtype=np.uint8)
+        """The first bytes of what the last command wrote to the file."""
+        data = torch.empty(size, dtype=torch.uint8)
         read_from_start(self._files[1], data)
         return data
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:
-        """Read the buffers after the last calls, as they were when the runner replied.
+        """On CUDA: read the buffers after the last calls, as they were when the runner replied.
 
         Args:
             do: the command to send, `hand` or `collect`.
@@ -237,10 +242,10 @@ class Runner:
         """
         key = secrets.randbits(62)  # drawn now, so that no call could know it
         reply = self.command(do, key=key)
-        data = np.empty(sets * plan.returned_bytes, dtype=np.uint8)
-        if read_summed(self._files[1], data) != reply["crc"]:
+        data, found = self.gpu_sets.given(sets, plan.returned_bytes, key)
+        if found != reply.get("sum"):
             raise ForgedReplyError("its outputs changed after it handed them back")
-        return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])
+        return Left(data, key, reply.get("digests"))
 
     def stop(self) -> set[int]:
         """Stop all its processes until the next command; returns their ids."""
@@ -335,7 +340,7 @@ class Runner:
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
         self.kill()
-        self.sent.close()
+        self.gpu_sets.close()
         for descriptor in (self._commands, self._replies, self._log, *self._files):
             os.close(descriptor)
         remove_folder(self.folder)

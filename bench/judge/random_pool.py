@@ -10,7 +10,6 @@ import math
 import random
 import weakref
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,12 +69,12 @@ class RandomPool:
         return {slot.name for slot in mixed(plan) if self._part(slot) not in self._parts}
 
     def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
-        """A buffer for the bytes that come back, [sets, set_bytes]. It is reused once `user` is
-        gone, since new memory costs more than writing to it.
+        """A buffer on the device for the bytes that come back, [sets, set_bytes]. It is reused once
+        `user` is gone, since new memory costs more than writing to it.
         """
         size = sets * set_bytes
         fitting = [at for at, room in enumerate(self._rooms) if room.nbytes >= size]
-        room = self._rooms.pop(fitting[0]) if fitting else np.empty(size, dtype=np.uint8)
+        room = self._rooms.pop(fitting[0]) if fitting else self.bits.new_empty(size)
         weakref.finalize(user, self._rooms.append, room)
         return room[:size].reshape(sets, set_bytes)
 
@@ -123,8 +122,9 @@ class RandomPool:
         if not self.size or runner.lent is self:
             return
         for at in range(0, self.size, PIECE_BYTES):
-            piece = self.bits[at : at + PIECE_BYTES].cpu().numpy()
-            runner.send(piece)
+            piece = self.bits[at : at + PIECE_BYTES]
+            runner.gpu_sets.sent(1, len(piece))[0].copy_(piece)
+            torch.cuda.synchronize()
             runner.command("stock", whole=self.size, at=at, size=len(piece))
         runner.lent = self
 

@@ -22,7 +22,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
+import torch
 
 from patcher.bench.judge import tools
 from patcher.bench.judge.blob import Layout
@@ -172,7 +172,7 @@ def _control(op: Op, device: str) -> tools.ToolJob | None:
     source = source.replace("ENTRY", op.name)
     built = build(Candidate(op=op.name, language=Language.CUDA, source=source), op.contract)
     nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)
-    call = tools.Call(nothing, (), np.empty(0, np.uint8), ())
+    call = tools.Call(nothing, (), torch.empty(0, dtype=torch.uint8), ())
     return tools.ToolJob(device, built, op.name, (call,)) if built.ok else None
 
 

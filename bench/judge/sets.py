@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
+import torch
 
 from patcher.bench.judge import regimes
 from patcher.bench.judge.blob import (
@@ -48,8 +48,8 @@ class CallSets:
     recipes: list[list[Recipe]]
     """For each set, the recipe of each mixed tensor."""
     data: Bytes = field(init=False)
-    """What comes back as it was sent, [sets, returned_bytes - poisoned_bytes]; the poison before it
-    is not kept."""
+    """What comes back as it was sent, [sets, returned_bytes - poisoned_bytes], on the device; the
+    poison before it is not kept."""
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
@@ -65,28 +65,30 @@ class CallSets:
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)
         sent_back = plan.returned_bytes - plan.poisoned_bytes
-        sets.data = packed(op, plan, inputs, stock.room(len(cases), sent_back, sets))
+        room = stock.room(len(cases), sent_back, sets)
+        sets.data = packed(op, plan, inputs, room)
         return sets
 
     def write(self, rows: Bytes) -> None:
         """Fill what is sent, uint8 of shape [sets, sent_bytes]."""
         begin = self.plan.poisoned_bytes
-        for row, head, values in zip(rows, self.data, self.inputs, strict=True):
-            row[: len(head)] = head
+        rows[:, : self.data.shape[1]].copy_(self.data)
+        for row, values in zip(rows, self.inputs, strict=True):
             for slot in self.plan.watched:
                 if slot.offset - begin < len(row):
                     write_slot(slot.moved(-begin), row, values[slot.name])
 
     def send(self, runner: Runner) -> None:
         """CUDA: write all that the runner's next command reads."""
-        self.write(runner.sent.rows(len(self.cases), self.plan.sent_bytes))
+        self.write(runner.gpu_sets.sent(len(self.cases), self.plan.sent_bytes))
+        torch.cuda.synchronize()
 
     def write_whole(self, rows: Bytes, only: slice = slice(None)) -> None:
         """Fill sets, or some, with the poison before what is sent: [sets, set_bytes]."""
         begin = self.plan.poisoned_bytes
         for row, head, values in zip(rows[only], self.data[only], self.inputs[only], strict=True):
-            row[:begin] = FILL
-            row[begin : begin + len(head)] = head
+            row[:begin].fill_(FILL)
+            row[begin : begin + len(head)].copy_(head)
             for slot in self.plan.watched:
                 write_slot(slot, row, values[slot.name])
 
@@ -118,7 +120,7 @@ class CallSets:
         spared = sorted(set(range(len(self.cases))) - set(called))
         if not all(self._untouched(index, left.blocks[index]) for index in spared):
             return "guards", "wrote to buffers of a call that was never made"
-        if found := self._guard_problem(left, called):
+        if found := self._guard_problem(left):
             return "guards", found
         names = [tensor.name for tensor in self.op.contract.written]
         values = [read_set(self.plan, left.blocks[index], names) for index in called]
@@ -132,11 +134,11 @@ class CallSets:
     def _untouched(self, index: int, row: Bytes) -> bool:
         """Whether a set came back as it was before its call."""
         begin = self.plan.poisoned_bytes
-        return is_poison(row[:begin]) and np.array_equal(row[begin:], self.data[index])
+        return is_poison(row[:begin]) and torch.equal(row[begin:], self.data[index])
 
-    def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:
+    def _guard_problem(self, left: Left) -> str | None:
         """Writes of calls that the contract forbids."""
-        # of all sets, since those that were not called are known to be whole
+        # of all sets at once, since those that were not called are known to be whole
         if stray := strayed(self.plan, left.blocks):
             return f"wrote outside of {', '.join(stray)}"
         begin = self.plan.poisoned_bytes
@@ -146,10 +148,7 @@ class CallSets:
             sent, back = (
                 slice(at, at + slot.span_bytes) for at in (slot.begin - begin, slot.begin)
             )
-            if any(
-                not np.array_equal(self.data[index, sent], left.blocks[index, back])
-                for index in called
-            ):
+            if not torch.equal(self.data[:, sent], left.blocks[:, back]):
                 return f"changed {tensor.name}, which the contract says is only read"
         if left.whole is not None:
             return self._watched_problem(left.whole)
@@ -189,7 +188,7 @@ class CallSets:
         parts = [slot for slot in self.plan.slots if slot.name in written]
         for row in left.blocks:
             for slot in parts:
-                digest.update(row[slot.begin : slot.begin + slot.span_bytes])
+                digest.update(row[slot.begin : slot.begin + slot.span_bytes].cpu().numpy())
 
 
 def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
@@ -199,7 +198,8 @@ def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = No
     begin = plan.poisoned_bytes
     size = plan.returned_bytes - begin
     read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
-    data = np.empty((len(sets), size), dtype=np.uint8) if room is None else room
+    device = next(iter(sets[0].values())).device
+    data = torch.empty(len(sets), size, dtype=torch.uint8, device=device) if room is None else room
     for row, values in zip(data, sets, strict=True):
         write_set(plan, row, {name: values[name] for name in read}, begin)
     return data

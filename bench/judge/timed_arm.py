@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
@@ -245,7 +245,7 @@ class TimedArm:
             return block, None
         do = "hand" if mode == "eager" else "collect"
         left = runner.left(do, sets.plan, len(sets.cases))
-        if mode != "eager" and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
+        if mode != "eager" and int(left.blocks.view(torch.int64).sum()) != reply["fingerprint"]:
             raise WrongCall(
                 "timed outputs", "the outputs were written after the call was said to end"
             )

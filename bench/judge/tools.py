@@ -227,7 +227,7 @@ def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
             calls.append(
                 {"slots": slots, "scalars": call.scalars, "blank": call.blank, "at": at},
             )
-            file.write(call.data.tobytes())
+            file.write(call.data.numpy().data)
             at += call.data.nbytes
     if job.built is not None:
         path = zygote.placed(job.built, folder)

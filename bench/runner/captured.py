@@ -58,11 +58,12 @@ class Arena:
         """Bytes of a set, uint8."""
         return self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
 
-    def pieces(self, host: int, width: int, begin: int = 0) -> list[tuple[int, int, int]]:
-        """Addresses of `width` bytes of each set from `begin` on: (here, host, bytes)."""
+    def pieces(self, width: int, begin: int = 0) -> list[tuple[int, int, int]]:
+        """Where `width` bytes of each set from `begin` on are, and where they lie side by side:
+        (address, place, bytes)."""
         if width == self.set_bytes:
-            return [(self.pointer, host, width * self.sets)]
-        return [(self.at(index) + begin, host + index * width, width) for index in range(self.sets)]
+            return [(self.pointer, 0, width * self.sets)]
+        return [(self.at(index) + begin, index * width, width) for index in range(self.sets)]
 
     def mix(self, mixer: Any, stock: Any) -> None:
         """Fill the tensors that are not sent, by the recipes."""
@@ -240,8 +241,3 @@ class Captured:
     def left(self) -> Arena:
         """Buffers after the calls, or their copies after each call."""
         return self.snapshot if self._mode == "verified" else self.arena
-
-    def collect(self, target: int) -> None:
-        """Copy the returned bytes of all sets to a host address."""
-        for here, host, size in self.left.pieces(target, self.left.returned):
-            self.cuda.to_host(host, here, size)

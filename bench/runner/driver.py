@@ -137,6 +137,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemSetAccess": (Long, Size, Pointer, Size),
     "cuMemUnmap": (Long, Size),
     "cuMemRelease": (Long,),
+    "cuMemExportToShareableHandle": (Pointer, Long, _int, Long),
+    "cuMemImportFromShareableHandle": (Pointer, Pointer, _int),
     "cuModuleLoadData": (Pointer, Pointer),
     "cuModuleUnload": (Pointer,),
     "cuModuleGetFunction": (Pointer, Pointer, _text),
@@ -269,14 +271,41 @@ class CudaDriver:
 
     def back(self, address: int, size: int) -> None:
         """Put new memory behind reserved addresses; both are multiples of the granularity."""
+        memory = self.create(size)
+        try:
+            self.map(address, size, memory)
+        finally:
+            self.release(memory)  # the mapping keeps it
+
+    def create(self, size: int) -> int:
+        """A handle of new memory, a multiple of the granularity."""
         memory, wanted = Long(), _allocation()
         self.call("cuMemCreate", ctypes.byref(memory), size, ctypes.byref(wanted), 0)
-        try:
-            self.call("cuMemMap", address, size, 0, memory.value, 0)
-        finally:
-            self.call("cuMemRelease", memory.value)  # the mapping keeps it
+        return memory.value
+
+    def map(self, address: int, size: int, memory: int) -> None:
+        """Put a whole memory behind reserved addresses, to be read and written."""
+        self.call("cuMemMap", address, size, 0, memory, 0)
         access = Access(location=_Location(_ON_DEVICE, 0), flags=_READ_WRITE)
         self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+
+    def release(self, memory: int) -> None:
+        """Give a handle back."""
+        self.call("cuMemRelease", memory)
+
+    def descriptor(self, memory: int) -> int:
+        """A new file descriptor by which another process opens the memory."""
+        found = _int()
+        self.call("cuMemExportToShareableHandle", ctypes.byref(found), memory, _FILE_DESCRIPTOR, 0)
+        return found.value
+
+    def opened(self, descriptor: int) -> int:
+        """A handle of the memory behind another process's descriptor."""
+        memory = Long()
+        self.call(
+            "cuMemImportFromShareableHandle", ctypes.byref(memory), descriptor, _FILE_DESCRIPTOR
+        )
+        return memory.value
 
     def unback(self, address: int, size: int) -> None:
         """Give the memory behind addresses back; they stay reserved."""

@@ -1,11 +1,11 @@
 """The process that runs a kernel. It knows no expected value, no seed and no key.
 
 `python -P -m patcher_kit.runner SOCKET MODULES` is a trusted *zygote*. It imports torch once and
-forks a runner for each job, which comes with four descriptors: commands, replies, inputs and
-outputs. The runner confines itself, then reads commands as JSON lines and answers each with its
-nonce. Tensors travel as bytes. Its reports of time or success are never trusted alone: the judge
-has the bytes and its own clock. The kernel's output goes to a log. It imports nothing of the
-project outside this folder.
+forks a runner for each job, which comes with descriptors: commands, replies, inputs, outputs and,
+on CUDA, device memory. The runner confines itself, then reads commands as JSON lines and answers
+each with its nonce. Tensors travel as bytes. Its reports of time or success are never trusted
+alone: the judge has the bytes and its own clock. The kernel's output goes to a log. It imports
+nothing of the project outside this folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
         __import__(name)
     control.send(b"{}")
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 4)
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 5)
         if not message:
             return
         job = json.loads(message)
@@ -75,7 +75,8 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
         status = {"confinement": confinement.describe()}
     sys.path[:0] = job["paths"]
     commands, replies = os.fdopen(descriptors[0], "r"), descriptors[1]
-    session = Session(descriptors[2], descriptors[3], status)
+    device = (descriptors[4], job["device_bytes"]) if job["device_bytes"] else None
+    session = Session(descriptors[2], descriptors[3], device, status)
     for line in commands:
         command = json.loads(line)
         nonce = command.pop("nonce")

@@ -16,18 +16,32 @@ from . import cudart, loading
 from .captured import Arena, Captured, MappedSet
 from .images import LoadedImages
 from .late_writer import LateWriter
-from .mixing import FILL, Mixer, checksums
+from .mixing import FILL, Mixer
 from .portable import Carrying
+from .probes import Probing
+from .shared import Exchange, opened
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
 
 
-class Session(Carrying):
-    """State of one runner; each method `do_NAME` runs the command NAME and returns its reply."""
+class Session(Carrying, Probing):
+    """State of one runner; each method `do_NAME` runs the command NAME and returns its reply.
 
-    def __init__(self, inputs: int, outputs: int, status: dict[str, Any]) -> None:
+    Args:
+        inputs: descriptor of a file in memory that commands read.
+        outputs: descriptor of one that they write.
+        device: on CUDA, the descriptor and the size of device memory that is used in place of both
+            where it is large enough; it is not, if the reply to `start` says `unshared`.
+        status: what that reply says besides.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, device: tuple[int, int] | None, status: dict[str, Any]
+    ) -> None:
         self.status = status
+        self._offered = device
+        self.exchange: Any = None
         size = os.fstat(inputs).st_size
         # writable, so that ctypes gives its address; private, so that the judge's bytes stay
         writable = mmap.PROT_READ | mmap.PROT_WRITE
@@ -44,7 +58,6 @@ class Session(Carrying):
         self.mixer: Any = None
         self.stock: Any = None
         self.late: Any = None
-        self.probe: Any = None
 
     def do_start(
         self, device: str, threads: int | None, portable: bool, environment: dict[str, str]
@@ -71,6 +84,9 @@ class Session(Carrying):
             torch.cuda.set_stream(stream)
             self.stream = stream.cuda_stream
             self.cuda = cudart.Cuda()
+            files = (self.inputs, (self.output, self.outputs))
+            memory = opened(self._offered, self.status)
+            self.exchange = Exchange(self.cuda, self.stream, *files, memory)
             self.cuda.forget_persisting_lines()
             self.multiply = torch.mm
             self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -121,37 +137,14 @@ class Session(Carrying):
         gc.freeze()
         return {}
 
-    def do_canary(self) -> dict[str, Any]:
-        """Digest of exact arithmetic on the device, which changes if the device is damaged."""
-        import torch
-
-        x = torch.arange(1 << 20, dtype=torch.int64, device=self.device)
-        y = (x * 2654435761 % 4294967291).view(1024, 1024)
-        z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
-        return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
-
-    def do_idle(self, rounds: int = 16) -> dict[str, Any]:
-        """CUDA: nanoseconds of each of some copies of half of L2, which other work would delay."""
-        if self.probe is None:
-            import torch
-
-            self.probe = torch.zeros(self.cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
-        half, begin, times = self.probe.numel() // 2, self.probe.data_ptr(), []
-        for _ in range(rounds):
-            self.cuda.synchronize()
-            before = _clock()
-            self.cuda.copy_async(begin, begin + half, half, self.stream)
-            self.cuda.synchronize()
-            times.append(_clock() - before)
-        return {"times_ns": times}
-
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
         """CUDA: receive a part of the pool of what large tensors are mixed from."""
         import torch
 
         if at == 0:
             self.stock = torch.empty(whole, dtype=torch.uint8, device="cuda")
-        self.cuda.to_device(self.stock.data_ptr() + at, self.inputs, size)
+        self.exchange.receive(self.stock.data_ptr() + at, 0, size, size)
+        self.cuda.synchronize()
         return {}
 
     def do_call(self, order: list[int], **sets: Any) -> dict[str, Any]:
@@ -232,8 +225,7 @@ class Session(Carrying):
             self.cuda.synchronize()
             wall = _clock() - begin
             times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
-        for here, host, size in snapshot.pieces(self.outputs, snapshot.returned):
-            self.cuda.to_host(host, here, size)
+        self.exchange.give(snapshot)
         return times
 
     def do_capture(
@@ -316,7 +308,7 @@ class Session(Carrying):
 
     def do_collect(self, key: int) -> dict[str, Any]:
         """Hand back the buffers of a launched graph."""
-        self.captured.collect(self.outputs)
+        self.exchange.give(self.captured.left)
         return self._hand_back(self.captured.left, key)
 
     def _loaded(self) -> Any:
@@ -328,17 +320,18 @@ class Session(Carrying):
         if arena.poisoned:  # first, so that L2 is left with what calls read
             for index in range(arena.sets):
                 self.cuda.fill(arena.at(index), FILL, arena.poisoned, self.stream)
-        for here, host, size in arena.pieces(self.inputs, arena.sent, arena.poisoned):
-            self.cuda.to_device(here, host, size)
+        for here, at, size in arena.pieces(arena.sent, arena.poisoned):
+            self.exchange.receive(here, at, size, arena.sent * arena.sets)
         if arena.sent < arena.set_bytes:
             arena.recipes = recipes
             arena.mix(self.mixer, self.stock)
-            self.cuda.synchronize()
+        self.cuda.synchronize()
 
     def _hand_back(self, left: Arena, key: int) -> dict[str, Any]:
-        """Checksums of the returned bytes, and digests of the tensors that are not returned."""
-        crc = checksums(memoryview(self.output)[: left.returned * left.sets])
-        return {"crc": crc, "digests": left.digests(self.mixer, key)}
+        """A sum of the returned bytes as they were given, and digests of the tensors that are not
+        returned."""
+        given = self.exchange.summed(left, self.mixer, key)
+        return {"sum": given, "digests": left.digests(self.mixer, key)}
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 typedef uint64_t u64;
 typedef struct { char* image; char* variable; } Module;
 typedef struct { Module* module; char name[256]; int attribute[16]; } Function;
@@ -45,16 +46,34 @@ int cuMemAddressReserve(u64* got, size_t size, size_t align, u64 address, u64 fl
   return 0;
 }
 int cuMemAddressFree(u64 address, size_t size) { return munmap((void*)address, size) ? 1 : 0; }
-int cuMemCreate(u64* handle, size_t size, void* wanted, u64 flags) { (void)wanted; (void)flags; *handle = size; return 0; }
+// A handle of memory is a file in memory: one more than its descriptor.
+int cuMemCreate(u64* handle, size_t size, void* wanted, u64 flags) {
+  (void)wanted; (void)flags;
+  int file = memfd_create("double", 0);
+  if (file < 0 || ftruncate(file, size)) return 2;
+  *handle = file + 1;
+  return 0;
+}
 int cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) {
-  (void)offset; (void)handle; (void)flags;
-  if (mprotect((void*)address, size, PROT_READ | PROT_WRITE)) return 1;
+  (void)flags;
+  int how = PROT_READ | PROT_WRITE;
+  if (mmap((void*)address, size, how, MAP_SHARED | MAP_FIXED, handle - 1, offset) == MAP_FAILED) return 1;
   know(address, size, 2);
   return 0;
 }
 int cuMemSetAccess(u64 address, size_t size, void* access, size_t count) { (void)address; (void)size; (void)access; (void)count; return 0; }
 int cuMemUnmap(u64 address, size_t size) { forget(address); return mmap((void*)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED; }
-int cuMemRelease(u64 handle) { (void)handle; return 0; }
+int cuMemRelease(u64 handle) { return close(handle - 1) ? 1 : 0; }
+int cuMemExportToShareableHandle(int* descriptor, u64 handle, int kind, u64 flags) {
+  if (kind != 1 || flags) return 1;
+  *descriptor = dup(handle - 1);
+  return *descriptor < 0;
+}
+int cuMemImportFromShareableHandle(u64* handle, u64 descriptor, int kind) {
+  int file = kind == 1 ? dup((int)descriptor) : -1;
+  *handle = file + 1;
+  return file < 0 ? 999 : 0;
+}
 int cuModuleLoadData(Module** module, const char* image) {
   if (memcmp(image, "\177ELF", 4)) return 200;
   *module = calloc(1, sizeof **module);

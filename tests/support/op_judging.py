@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +20,9 @@ def wrong_with(op: Op, case: Case, kernel: Callable[..., Any]) -> str | None:
     inputs = {tensor.name: values[tensor.name] for tensor in op.contract.tensors}
     expected = expect(op, case, inputs)
     plan = tensors_of(op, case.point, case.placed, sparing=False)
-    block = np.empty(plan.set_bytes, dtype=np.uint8)
+    block = torch.empty(plan.set_bytes, dtype=torch.uint8)
     write_set(plan, block, inputs)
-    kernel(*(slot.view(torch.from_numpy(block)) for slot in plan.slots), *case.scalars)
+    kernel(*(slot.view(block) for slot in plan.slots), *case.scalars)
     if names := strayed(plan, block[None]):
         return f"writes around {', '.join(names)}"
     left: dict[str, Tensor] = read_set(plan, block, inputs)

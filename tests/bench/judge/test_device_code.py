@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge import device_code
@@ -41,7 +41,7 @@ class Process:
         return dict(answer)
 
     def handed(self, size: int) -> Bytes:
-        return np.arange(size, dtype=np.uint8)
+        return torch.arange(size).to(torch.uint8)
 
     def send(self, data: Bytes) -> None:
         self.sent = data

@@ -13,7 +13,6 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -259,7 +258,7 @@ CONTROLLED = (
 def control_of(body: str) -> tools.ToolJob:
     """A call of something that runs here; the double says what the tool says of it."""
     nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)
-    call = tools.Call(nothing, (), np.empty(0, np.uint8), ())
+    call = tools.Call(nothing, (), torch.empty(0, dtype=torch.uint8), ())
     return tools.ToolJob("cpu", built(f"def {OP.name}():\n    {body}\n"), OP.name, (call,))
 
 

@@ -82,8 +82,8 @@ def fused_add_rms_norm(*_):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"nonce": "00", "ok": true, "times_ns": [1.0], "crc": 0}', "another command"),
-        ('{"ok": true, "times_ns": [1.0], "crc": 0}', "another command"),
+        ('{"nonce": "00", "ok": true, "times_ns": [1.0], "sum": 0}', "another command"),
+        ('{"ok": true, "times_ns": [1.0], "sum": 0}', "another command"),
         ('["ok"]', "not JSON"),
         ("ok", "not JSON"),
     ],

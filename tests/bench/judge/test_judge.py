@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -287,14 +286,14 @@ def test_red_zones_and_gaps_between_rows_tell() -> None:
     padded = Wanted(name="a", dtype="float32", shape=(3, 5), strides=(13, 1))
     shifted = Wanted(name="b", dtype="bfloat16", shape=(7,), shift=1)
     plan = layout([padded, shifted])
-    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    block = torch.zeros(plan.set_bytes, dtype=torch.uint8)
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     write_set(plan, block, values)
     back = read_set(plan, block, values)
     assert all(torch.equal(values[name], back[name]) for name in values)
     assert strayed(plan, block[None]) == []
     for slot, at in ((plan.slots[1], 14), (plan.slots[1], -1), (plan.slots[0], 5 * 4)):
-        touched = block.copy()
+        touched = block.clone()
         touched[slot.begin + at] = FILL - 1
         assert strayed(plan, touched[None]) == [slot.name]
     assert plan.slots[0].offset + RED_ZONE == plan.slots[0].begin
@@ -302,7 +301,7 @@ def test_red_zones_and_gaps_between_rows_tell() -> None:
 
 def test_what_is_only_written_comes_as_poison() -> None:
     plan = layout([Wanted(name="out", dtype="float16", shape=(4,))])
-    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    block = torch.zeros(plan.set_bytes, dtype=torch.uint8)
     write_set(plan, block, {})
     assert read_set(plan, block, ["out"])["out"].isnan().all()
 

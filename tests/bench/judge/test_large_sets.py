@@ -229,13 +229,13 @@ def test_a_buffer_is_used_again_when_its_sets_are_gone_and_not_before() -> None:
     draw = Secrets(3)
     bits = RandomPool(OP, OP.sweep("cpu"), "cpu", draw)
     first, second = (fresh_sets(OP, POINT, 2, "cpu", bits, draw) for _ in range(2))
-    assert not np.shares_memory(first.data, second.data)
-    place, held = first.data.ctypes.data, second.data.copy()
+    place, held = first.data.data_ptr(), second.data.clone()
+    assert second.data.data_ptr() != place
     del first
     third = fresh_sets(OP, POINT, 2, "cpu", bits, draw)
-    assert third.data.ctypes.data == place
-    assert np.array_equal(second.data, held)
-    assert not np.array_equal(third.data, held)
+    assert third.data.data_ptr() == place
+    assert torch.equal(second.data, held)
+    assert not torch.equal(third.data, held)
 
 
 def test_a_mixed_tensor_is_the_stock_from_a_place_on_and_round_its_end(
@@ -368,7 +368,7 @@ def test_a_digest_tells_every_change_and_depends_on_the_key(size: int) -> None:
 def test_digests_are_the_runners_word_and_may_be_anything(small_is_large: None, said: Any) -> None:
     bits = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(1))
     sets = CallSets.made(OP, [Case(POINT, "normal", 1, ())], "cpu", bits)
-    back = np.full((1, sets.plan.returned_bytes), FILL, dtype=np.uint8)
+    back = torch.full((1, sets.plan.returned_bytes), FILL, dtype=torch.uint8)
     back[:, sets.plan.poisoned_bytes :] = sets.data
     left = Left(back, 9, [sets.digests(sets.inputs[0], 9)])
     found = sets.problem(left)
@@ -385,7 +385,7 @@ def test_tools_that_watch_a_whole_process_are_given_all_bytes(small_is_large: No
     inputs = cases.make_inputs(OP, Case(POINT, "normal", 1, ()), "cpu")
     slot = next(slot for slot in call.plan.slots if slot.name == "weights")
     held = call.data[slot.begin : slot.begin + slot.span_bytes]
-    assert (held == inputs["weights"].flatten().numpy()).all()
+    assert torch.equal(held, inputs["weights"].flatten())
 
 
 def test_of_few_sets_some_are_twins_and_never_all() -> None:

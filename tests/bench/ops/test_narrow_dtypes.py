@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -132,7 +131,7 @@ def test_red_zones_and_rows_of_any_dtype_travel(dtype: Dtype) -> None:
             Wanted(name="out", dtype=dtype.name, shape=(7,)),
         ]
     )
-    block = np.empty(plan.set_bytes, dtype=np.uint8)
+    block = torch.empty(plan.set_bytes, dtype=torch.uint8)
     x = torch.arange(15, dtype=torch.uint8).view(3, 5).view(dtype.torch_dtype)
     write_set(plan, block, {"x": x})
     back = read_set(plan, block, ["x", "out"])

@@ -23,7 +23,6 @@ from patcher.bench.runner.images import Elf, Variable, fat_binaries, read_elf
 from patcher.bench.runner.placed import PlacedMemory, merged
 from patcher.bench.runner.rebuilt import Rebuilt
 
-DOUBLE = Path(__file__).parents[2] / "doubles" / "driver_double.c"
 IMAGE = image({"norm": b"12345678", "sum": b"abcdefgh"}, {"table": 64})
 ROOM = 32 << 20
 CLUSTER, HOST = 4, 1
@@ -101,16 +100,6 @@ class There:
     def rebuilt(self, place: list[int], size: int | None = None) -> Rebuilt:
         address = ctypes.addressof(self.parcel)
         return Rebuilt(self.driver, address, size or len(self.parcel), place)
-
-
-@pytest.fixture(scope="module")
-def double(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    library = tmp_path_factory.mktemp("double") / "libcuda.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, DOUBLE], check=True)
-    return str(library)
 
 
 @pytest.fixture
