@@ -12,8 +12,7 @@ import torch
 
 from patcher.bench.judge.blob import Bytes
 from patcher.bench.judge.memory_file import read_summed, require_room
-from patcher.bench.runner.cudart import CudaError
-from patcher.bench.runner.driver import CudaDriver
+from patcher.bench.runner.driver import CudaDriver, CudaError
 from patcher.bench.runner.mixing import Mixer
 from patcher.bench.runner.shared import SharedMemory, goes_through
 

@@ -97,11 +97,11 @@ class Runner:
         self._status: int | None = None
         # on a CPU the second one holds the sets, and nothing is sent by the first
         room = (mmap.PAGESIZE, SETS_CAPACITY) if zygote.device == "cpu" else (CAPACITY, CAPACITY)
-        self._files = [memory_file("inputs", room[0]), memory_file("outputs", room[1])]
+        inputs, outputs = memory_file("inputs", room[0]), memory_file("outputs", room[1])
+        self._files = [inputs, outputs]
         # opened before any foreign code, which can put another file, a link or a pipe in its place
         made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(self.folder / "log", made, 0o600)
-        inputs, outputs = self._files
         self.gpu_sets = GpuSets(inputs, outputs, zygote.device == "cuda")
         """On CUDA: the buffer sets of commands."""
         self.sets = SharedSets(outputs)
@@ -225,8 +225,7 @@ class Runner:
 
     def handed(self, size: int) -> Bytes:
         """The first bytes of what the last command wrote to the file."""
-        data = torch.empty(size, dtype=torch.uint8)
-        read_from_start(self._files[1], data)
+        read_from_start(self._files[1], data := torch.empty(size, dtype=torch.uint8))
         return data
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:

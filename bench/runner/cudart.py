@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from .driver import CudaError
 from .images import mapped_paths
 
 _POINTER = ctypes.c_void_p
@@ -20,10 +21,6 @@ _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 _PERSISTING_L2 = 6
 _DEVICE_L2_BYTES = 38
 """cudaDevAttrL2CacheSize."""
-
-
-class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed, or an earlier kernel did."""
 
 
 class _Memset(ctypes.Structure):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from .cudart import CudaError
-
 Pointer, Size, Long = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 _int, _uint, _text = ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
 
@@ -21,6 +19,10 @@ HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4
 MEMORY_TYPE, RANGE_START, RANGE_SIZE = 2, 11, 12
 """CUpointer_attribute."""
 _PINNED, _FILE_DESCRIPTOR, _ON_DEVICE, _READ_WRITE, _GRANULARITY = 1, 1, 1, 3, 0
+
+
+class CudaError(RuntimeError):
+    """A call of CUDA failed, or an earlier kernel did."""
 
 
 class KernelNode(ctypes.Structure):

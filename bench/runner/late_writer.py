@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 
-from .cudart import CudaError
+from .driver import CudaError
 
 WAIT_NS = 200_000
 """Nanoseconds that the kernel sleeps before it writes; a launch takes a hundredth of that."""

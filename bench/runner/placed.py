@@ -11,8 +11,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .cudart import CudaError
-from .driver import RELAXED, CudaDriver
+from .driver import RELAXED, CudaDriver, CudaError
 
 BASES = (0x2000_0000_0000, 0x1000_0000_0000, 0x4000_0000_0000, 0x200_0000_0000, 0x80_0000_0000)
 """Addresses that neither Linux nor CUDA uses of itself, in the order in which they are tried. If

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .captured import Arena, Captured
-from .cudart import CudaError
-from .driver import CudaDriver
+from .driver import CudaDriver, CudaError
 from .handover import CannotCarry, HandOver, Parcel
 from .images import LoadedImages
 from .placed import PlacedMemory, Pool, bytes_at

@@ -14,12 +14,13 @@ from typing import Any
 
 from . import cudart, loading
 from .captured import Arena, Captured, MappedSet
+from .driver import CudaError
+from .exchange import Exchange, opened
 from .images import LoadedImages
 from .late_writer import LateWriter
 from .mixing import FILL, Mixer
 from .portable import Carrying
 from .probes import Probing
-from .shared import Exchange, opened
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
@@ -104,7 +105,7 @@ class Session(Carrying, Probing):
             return "compute capability 9.0 is the first to launch dependents early"
         try:
             self.late = LateWriter()
-        except cudart.CudaError as error:
+        except CudaError as error:
             return str(error)
         return ""
 

@@ -21,9 +21,9 @@ from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.runner import mixing
 from patcher.bench.runner.captured import Arena
+from patcher.bench.runner.exchange import Exchange
 from patcher.bench.runner.mixing import Mixer
 from patcher.bench.runner.session import Session
-from patcher.bench.runner.shared import Exchange
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]

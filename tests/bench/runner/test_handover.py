@@ -15,8 +15,14 @@ from device_images import image
 
 from patcher.bench.runner import driver as cuda
 from patcher.bench.runner import images as images_
-from patcher.bench.runner.cudart import CudaError
-from patcher.bench.runner.driver import CudaDriver, Edge, KernelNode, MemcpyNode, MemsetNode
+from patcher.bench.runner.driver import (
+    CudaDriver,
+    CudaError,
+    Edge,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+)
 from patcher.bench.runner.graph_nodes import edges_of, packed
 from patcher.bench.runner.handover import CannotCarry, HandOver, Parcel
 from patcher.bench.runner.images import Elf, Variable, fat_binaries, read_elf

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from patcher.bench.runner import late_writer
-from patcher.bench.runner.cudart import CudaError
+from patcher.bench.runner.driver import CudaError
 
 
 def test_its_instructions_assemble(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ extern "C" const char* cudaGetErrorString(int) { return "of the double"; }
 FIND = """
 import ctypes, json, sys
 from patcher.bench.runner import images
-from patcher.bench.runner.cudart import Cuda, CudaError
+from patcher.bench.runner.cudart import Cuda
+from patcher.bench.runner.driver import CudaError
 
 for path in sys.argv[1:]:
     ctypes.CDLL(path)

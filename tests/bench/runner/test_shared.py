@@ -16,12 +16,12 @@ from patcher.bench.judge import gpu_sets
 from patcher.bench.judge.blob import Wanted, layout
 from patcher.bench.judge.gpu_sets import GpuSets
 from patcher.bench.judge.memory_file import memory_file
-from patcher.bench.runner import shared
+from patcher.bench.runner import exchange, shared
 from patcher.bench.runner.captured import Arena
-from patcher.bench.runner.cudart import CudaError
-from patcher.bench.runner.driver import CudaDriver
+from patcher.bench.runner.driver import CudaDriver, CudaError
+from patcher.bench.runner.exchange import Exchange, opened
 from patcher.bench.runner.mixing import Mixer
-from patcher.bench.runner.shared import BASES, Exchange, SharedMemory, opened
+from patcher.bench.runner.shared import BASES, SharedMemory
 
 MIB = 1 << 20
 PLAN = layout([Wanted(name=name, dtype="float32", shape=(100,)) for name in "ab"])
@@ -84,7 +84,7 @@ def test_what_cannot_be_opened_is_said_and_leaves_nothing(
     assert status == {}
     broken, end = os.pipe()  # no memory
     os.close(end)
-    monkeypatch.setattr(shared, "CudaDriver", lambda: driver)
+    monkeypatch.setattr(exchange, "CudaDriver", lambda: driver)
     assert opened((broken, MIB), status) is None
     assert "cuMemMap" in status["unshared"]
     assert descriptors() == before
