@@ -7,7 +7,8 @@ right kernel in the `tf32` column, into FOLDER/sources:
   (`input_precision="ieee"`), since TF32 is refused there;
 - the module in plain PyTorch, which is right in each column: its verdict times the baselines.
 
-FOLDER/columns.toml is a plan for `python -m patcher.bench.lab.gpu_queue`, a verdict a source. The
+FOLDER/columns.toml is a plan for `python -m patcher.bench.lab.gpu_queue`, a verdict a source, over
+the sizes that the loop timed. The modules in `fp32` come first: the shares need them. The
 other columns have to be imported beside the first: `patcher import LEVEL2 --precision fp32
 --precision tf32 --precision bf16`, with the same sizes. `kernelbench_table --columns FOLDER` reads
 what comes of it.
@@ -40,7 +41,7 @@ JOB = """
 setup = "{{judge}}"
 limit_s = {limit_s}
 run = "PATCHER_OPS={{ops}} python3 -P -m patcher evaluate {op} {{sources}}/{file} --language \
-{language} --json > {name}.json || [ -s {name}.json ]"
+{language}{sweep} --json > {name}.json || [ -s {name}.json ]"
 """
 _ENTRY = """
 
@@ -51,11 +52,11 @@ def {op}({names}):
 """
 
 
-def best_sources(folder: Path) -> Iterator[tuple[str, Language, str]]:
-    """Of each problem in the tf32 column: its op, and language and source of its fastest right
-    candidate over all runs.
+def best_sources(folder: Path) -> Iterator[tuple[str, str | None, Language, str]]:
+    """Of each problem in the tf32 column: its op, and sweep, language and source of its fastest
+    right candidate over all runs.
     """
-    best: dict[str, tuple[float, Language, str]] = {}
+    best: dict[str, tuple[float, str | None, Language, str]] = {}
     for run, row in gather(folder)[0]:
         if precision_of(row.op)[1] != "tf32":
             continue
@@ -65,9 +66,10 @@ def best_sources(folder: Path) -> Iterator[tuple[str, Language, str]]:
                 continue
             if row.op not in best or best[row.op][0] < speed:
                 source = (run.path / one.file).read_text(encoding="utf-8")
-                best[row.op] = speed, Language(row.language), source
-    for op, (_, language, source) in sorted(best.items()):
-        yield op, language, source
+                sweep = run.config.settings["plan"].get("sweep")
+                best[row.op] = speed, sweep, Language(row.language), source
+    for op, (_, sweep, language, source) in sorted(best.items()):
+        yield op, sweep, language, source
 
 
 def in_column(source: str, op: str, other: str, language: Language, precision: str) -> str:
@@ -127,10 +129,10 @@ def write(runs: Path, out: Path) -> int:
     """
     sources = out / "sources"
     sources.mkdir(parents=True, exist_ok=True)
-    jobs = [PLAN]
-    for op, language, source in best_sources(runs):
+    jobs: list[tuple[int, bool, str]] = []
+    for op, sweep, language, source in best_sources(runs):
         problem = precision_of(op)[0]
-        for precision in OTHERS:
+        for place, precision in enumerate(OTHERS):
             other = problem + PRECISIONS[precision].suffix
             texts = {
                 KERNEL: (language, in_column(source, op, other, language, precision)),
@@ -140,11 +142,13 @@ def write(runs: Path, out: Path) -> int:
                 name = f"{other}-{what}"
                 (sources / f"{name}.py").write_text(text, encoding="utf-8")
                 job = {"name": name, "op": other, "file": f"{name}.py", "language": kind.value}
-                jobs.append(JOB.format(**job, limit_s=LIMIT_S))
-    if len(jobs) == 1:
+                job["sweep"] = f" --sweep {sweep}" if sweep else ""
+                jobs.append((place, what == KERNEL, JOB.format(**job, limit_s=LIMIT_S)))
+    if not jobs:
         raise UsageError(f"no run in {runs} has a right kernel with TF32", "give other runs")
-    (out / "columns.toml").write_text("".join(jobs), encoding="utf-8")
-    return len(jobs) - 1
+    texts_of = [text for _, _, text in sorted(jobs)]
+    (out / "columns.toml").write_text("".join([PLAN, *texts_of]), encoding="utf-8")
+    return len(jobs)
 
 
 def main(words: Sequence[str]) -> int:

@@ -361,9 +361,9 @@ def test_kernels_of_one_column_are_written_for_the_others(
     assert columns_main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert "4 verdicts" in capsys.readouterr().out
     jobs = read_plan(out / "columns.toml", {"judge": "env", "ops": "ops", "sources": "here"})
-    names = [f"{OP}-kernel", f"{OP}-module", f"{OP}_bf16-kernel", f"{OP}_bf16-module"]
+    names = [f"{OP}-module", f"{OP}-kernel", f"{OP}_bf16-module", f"{OP}_bf16-kernel"]
     assert [job.name for job in jobs] == names
-    assert f"evaluate {OP} here/{OP}-kernel.py --language triton" in jobs[0].run
+    assert f"evaluate {OP} here/{OP}-kernel.py --language triton" in jobs[1].run
 
     kernel = (out / "sources" / f"{OP}-kernel.py").read_text()
     assert kernel.count("input_precision='ieee'") == 2
