@@ -32,6 +32,8 @@ LIMIT_S = 600
 TOLD_LINES = 5
 """Of the log of a command that failed."""
 PROMPT, REPLY, LOG = ".prompt.md", ".reply.md", ".log"
+PACKED = "packed.txt"
+"""In `travel`: the names of the jobs that it holds."""
 _NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -223,11 +225,18 @@ class LoopFolder:
             if not (self.exchange / "results" / each.name / "manifest.json").is_file()
         ]
 
+    def packed(self) -> set[str]:
+        """The jobs that `travel` holds."""
+        file = self.root / "travel" / PACKED
+        return set(file.read_text(encoding="utf-8").split()) if file.is_file() else set()
+
     def state(self) -> Iterator[str]:
         """A line for each thing that is waited for, and for each loop that ended."""
         prompts, jobs, names = self.open_prompts(), self.open_jobs(), self.names()
         yield from (f"reply  {reply_to(each)}" for each in prompts)
         yield from (f"judge  {each.name}" for each in jobs)
+        if jobs and self.packed() != {each.name for each in jobs}:
+            yield "pack   travel does not hold these jobs: a sitting would judge others"
         ended = 0
         for name in names:
             try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from patcher.bench import MissingError, UsageError, VerificationError
 from patcher.bench.lab import gpu_queue
 from patcher.bench.lab.sittings.frozen import freeze
-from patcher.bench.lab.sittings.loops import LoopFolder
+from patcher.bench.lab.sittings.loops import PACKED, LoopFolder
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.records import write_atomically
 
@@ -55,18 +55,20 @@ def pack(loops: LoopFolder, anew: bool = False) -> list[Path]:
                 root / "code", site, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pyc")
             )
             compress(travel / "site.tar.xz", Path(scratch), ["site"])
-        count = _jobs(loops, Path(scratch, "jobs"))
+        jobs = _jobs(loops, Path(scratch, "jobs"))
+        (travel / PACKED).unlink(missing_ok=True)
         compress(travel / "jobs.tar.xz", Path(scratch, "jobs"), ["."])
+    write_atomically(travel / PACKED, "".join(f"{name}\n" for name in jobs))
     for part in travel.glob(PARTS):
         part.unlink()
     for file in (HERE / "sitting.sh", *sorted((root / "cache").glob(PARTS))):
         shutil.copy(file, travel / file.name)
-    loops.say(f"{count} jobs to be judged")
+    loops.say(f"{len(jobs)} jobs to be judged")
     return sorted(travel.iterdir())
 
 
-def _jobs(loops: LoopFolder, target: Path) -> int:
-    """Lay out what is another each time; returns the number of jobs."""
+def _jobs(loops: LoopFolder, target: Path) -> list[str]:
+    """Lay out what is another each time; returns the names of the jobs."""
     jobs = loops.open_jobs()
     exchange = target / "exchange"
     exchange.mkdir(parents=True)
@@ -82,7 +84,7 @@ def _jobs(loops: LoopFolder, target: Path) -> int:
         place = target / "site/patcher" / file.relative_to(ROOT / "patcher")
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, place)
-    return len(jobs)
+    return [job.name for job in jobs]
 
 
 def back(loops: LoopFolder, folder: Path) -> str:

@@ -141,6 +141,27 @@ def test_loops_of_unknown_code_are_not_kept(tmp_path: Path) -> None:
         keeping.keep(LoopFolder(tmp_path / "none"), tmp_path / "kept.tar.xz")
 
 
+def test_a_packed_sitting_of_other_jobs_is_told(tmp_path: Path) -> None:
+    loops = folder_of_loops(tmp_path, "0" * 40)
+    (tmp_path / "code").mkdir()
+    for name in ("a-1", "b-1"):
+        job(loops.exchange, name)
+
+    def told() -> bool:
+        return any(line.startswith("pack ") for line in loops.state())
+
+    assert told()  # nothing is packed yet
+    travel.pack(loops)
+    assert not told()
+    verdict = loops.exchange / "results/a-1"
+    verdict.mkdir(parents=True)
+    (verdict / "manifest.json").write_text("{}")
+    assert told()
+    travel.pack(loops)
+    assert loops.packed() == {"b-1"}
+    assert not told()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
