@@ -121,8 +121,8 @@ def _verdict(
 
 
 def _receipts_wrong(header: ServedHeader, processes: Sequence[ServedProcess]) -> list[str]:
-    """What receipts say against it: a patch of a side was never reached, another one ran, or none
-    of a side's patches ran.
+    """What receipts say against it: a patch of a side was never reached, another one ran or another
+    bundle of its name, or none of a side's patches ran.
     """
     found: dict[str, None] = {}
     for process in processes:
@@ -137,6 +137,10 @@ def _receipts_wrong(header: ServedHeader, processes: Sequence[ServedProcess]) ->
                 found[f"{name} had no effect while {side.name} was measured: {why}"] = None
         for name in sorted(ran - side.patches.keys()):
             found[f"{name} ran while {side.name} was measured"] = None
+        for one in process.receipts:
+            if one.total_calls and side.patches.get(one.patch_id, one.digest) != one.digest:
+                other = f"another bundle named {one.patch_id} ran while {side.name} was measured"
+                found[other] = None
     return list(found)
 
 
