@@ -56,7 +56,8 @@ def problem_files(path: Path) -> list[Path]:
     if of_sol := sol_problems(path):
         return of_sol
     found = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return [each for each in found if each.suffix == ".py" and may_be_problem(each)]
+    plain = [each for each in found if each.is_file() or not each.exists()]  # no pipes
+    return [each for each in plain if each.suffix == ".py" and may_be_problem(each)]
 
 
 def own_problem_op(path: Path, precision: str, origin: str) -> tuple[str, dict[str, bytes]]:

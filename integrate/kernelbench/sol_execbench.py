@@ -35,7 +35,7 @@ def sol_problems(path: Path) -> list[Path]:
         found = [path] if path.name == DEFINITION else []
     else:
         found = sorted(path.rglob(DEFINITION))
-    return [each for each in found if (each.parent / WORKLOADS).is_file()]
+    return [each for each in found if each.is_file() and (each.parent / WORKLOADS).is_file()]
 
 
 def is_sol(path: Path) -> bool:

@@ -104,13 +104,19 @@ def tune_served(
 
 def rated(arguments: Mapping[str, JsonValue], taken: ServedProcess) -> ConfigTrial:
     """The speed of a measured server: output tokens/s, the geometric mean over points; median and
-    spread are of rounds.
+    spread are of rounds in which no run stalled, though it was taken again.
     """
     each = len(taken.runs) // ROUNDS
+    parts = [taken.runs[begin:][:each] for begin in range(0, len(taken.runs), each)]
     rounds = [
-        statistics.geometric_mean(run.compared for run in taken.runs[begin:][:each])
-        for begin in range(0, len(taken.runs), each)
+        statistics.geometric_mean(run.compared for run in part)
+        for part in parts
+        if not any(run.stalled for run in part)
     ]
+    if not rounds:
+        gap_s = max(run.longest_gap_ms or 0 for run in taken.runs if run.stalled) / 1e3
+        why = f"it stalled in each round, up to {gap_s:.3g} s, though runs were taken again"
+        return ConfigTrial(arguments=dict(arguments), tokens_per_s=None, failure=why)
     return ConfigTrial(
         arguments=dict(arguments),
         tokens_per_s=statistics.median(rounds),

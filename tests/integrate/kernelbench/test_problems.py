@@ -7,6 +7,7 @@ the file's one input, `allclose` at 1e-4.
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from patcher.integrate import import_kernel
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.columns import PRECISIONS
 from patcher.integrate.kernelbench.contract import op_of
-from patcher.integrate.kernelbench.imports import own_problem_op
+from patcher.integrate.kernelbench.imports import own_problem_op, problem_files
 from patcher.integrate.kernelbench.op_files import op_files
 from patcher.integrate.kernelbench.problem import (
     Problem,
@@ -561,3 +562,14 @@ def test_an_interrupted_import_keeps_what_was_traced(tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["level9_1_relu"]
     done = import_kernel(folder, tmp_path / "out")  # what is there is the same
     assert done.ops == ("level9_1_relu", "level9_2_gelu")
+
+
+def test_a_pipe_in_a_folder_stops_no_import(tmp_path: Path) -> None:
+    problem = tmp_path / "1_right.py"
+    problem.write_text(PROBLEM)
+    os.mkfifo(tmp_path / "2_pipe.py")
+    (tmp_path / "3_gone.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "sol").mkdir()
+    os.mkfifo(tmp_path / "sol" / "definition.json")
+    (tmp_path / "sol" / "workload.jsonl").write_text("{}\n")
+    assert problem_files(tmp_path) == [problem]

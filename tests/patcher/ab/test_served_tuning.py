@@ -10,8 +10,8 @@ import pytest
 from served_sample import CLIENT, JOB, WORKLOAD, serve_by_doubles
 from typer.testing import CliRunner
 
-from patcher.ab.served_records import ServedJob, ServedResult, SideSetup
-from patcher.ab.served_tuning import tune_served
+from patcher.ab.served_records import ServedJob, ServedProcess, ServedResult, SideSetup
+from patcher.ab.served_tuning import rated, tune_served
 from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning
 from patcher.bench.ab.phases import silent
@@ -56,6 +56,21 @@ def test_the_fastest_way_wins_and_what_was_tried_is_kept(tmp_path: Path) -> None
     again = tune_served(JOB, STOCK, options[:1], (), tmp_path, silent, told.append)
     assert again.trials == (*found.trials[:4], *found.trials[5:])
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
+
+
+def test_a_round_that_stalled_is_no_speed(tmp_path: Path) -> None:
+    tune_served(JOB, STOCK, [], (), tmp_path, silent, lambda one: None)
+    [file] = tmp_path.glob("served-*/trial-0.json")
+    taken = ServedProcess.model_validate_json(file.read_bytes())
+    right = rated({}, taken)
+    slow = [run.model_copy(update={"output_tokens_per_s": 1.0}) for run in taken.runs]
+    stalled = [run.model_copy(update={"stalled": True}) for run in slow]
+    one = taken.model_copy(update={"runs": (stalled[0], *slow[1:2], *taken.runs[2:])})
+    found = rated({}, one)
+    assert found.tokens_per_s == pytest.approx(right.tokens_per_s, rel=0.01)
+    assert found.spread_pct == 0
+    both = rated({}, taken.model_copy(update={"runs": (stalled[0], slow[1], stalled[2], slow[3])}))
+    assert (both.tokens_per_s, "it stalled in each round" in both.failure) == (None, True)
 
 
 def test_a_stock_that_does_not_run_and_what_is_missing_end_the_search(tmp_path: Path) -> None:
