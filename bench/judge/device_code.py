@@ -18,7 +18,7 @@ from typing import Any, Self
 from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge.evaluation import Grade
 from patcher.bench.judge.memory_file import CAPACITY
-from patcher.bench.judge.process import Runner
+from patcher.bench.judge.process import START_S, Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import Limits, RunnerFailure, Zygote
@@ -79,7 +79,7 @@ class DeviceCode:
     def _begin(self) -> None:
         self._runner = Runner(self._zygote, self._limits, trusted=False)
         thread = ThreadPoolExecutor(1)
-        self._starting = thread.submit(self._runner.start)
+        self._starting = thread.submit(_start, self._runner)
         thread.shutdown(wait=False)
 
     @property
@@ -184,6 +184,12 @@ class DeviceCode:
                 wait([self._starting])
             self._runner.close()
             self._runner = self._starting = None
+
+
+def _start(runner: Runner) -> None:
+    """Start the process, and import there what a profile imports, which takes seconds as well."""
+    runner.start()
+    runner.command("profiler", START_S)
 
 
 def _places(value: Any) -> list[int]:
