@@ -14,13 +14,13 @@ import torch
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
-from patcher.bench.judge.clockcheck import TimedBlock
+from patcher.bench.judge.clockcheck import Span, TimedBlock
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.judge.zygote import ForgedReplyError, RunnerFailure, text_of
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 from patcher.bench.sandbox import process_tree as tree
@@ -131,8 +131,8 @@ class TimedArm:
             self.stock.lend(self.runner)
             sets.send(self.runner)
             self.runner.command("call", timeout_s, **sets.told(), order=[0, 1])
-            if self.device == "cuda":
-                self._refuse_persisting(self.runner.command("capture", timeout_s, **sets.told()))
+            sets.send(self.runner)  # the calls gave over it
+            self._refuse_persisting(self.runner.command("capture", timeout_s, **sets.told()))
 
     def block(
         self, sets: CallSets, order: list[int], mode: str = "whole"
@@ -236,26 +236,54 @@ class TimedArm:
             self._refuse_persisting(composed)
             reply = runner.command("launch")
         wall = runner.reply_s
-        times = [float(value) / 1e3 for value in reply["times_ns"]]
-        for value in times:
-            if not 0 < value < math.inf:
-                raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
+        times = _times_us(reply, {"whole": 1, "verified": 0}.get(mode, len(order)))
         block = TimedBlock(times, len(order), wall * 1e6)
         if not self.checked:
             return block, None
         do = "hand" if mode == "eager" else "collect"
         left = runner.left(do, sets.plan, len(sets.cases))
-        if mode != "eager" and int(left.blocks.view(torch.int64).sum()) != reply["fingerprint"]:
+        if mode != "eager" and int(left.blocks.view(torch.int64).sum()) != reply.get("fingerprint"):
             raise WrongCall(
                 "timed outputs", "the outputs were written after the call was said to end"
             )
         return block, left
 
+    def spans(self, sets: CallSets, order: list[int], timeout_s: float) -> tuple[list[Span], float]:
+        """On CUDA: CUPTI's spans of captured calls, and the events' nanoseconds."""
+        sets.send(self.graphs)
+        reply = self.graphs.command("spans", timeout_s, order=order, recipes=sets.recipes)
+        return _spans(reply), 1e3 * _times_us(reply, 1)[0] * len(order)
+
     def _refuse_persisting(self, reply: dict[str, Any]) -> None:
-        if self.checked and (persisting := reply["persisting_bytes"]):
-            raise WrongCall(
-                "guards", f"set {persisting} bytes of L2 aside, which is the engine's to do"
-            )
+        persisting = reply.get("persisting_bytes")
+        if self.checked and persisting != 0:
+            said = text_of(persisting)[:40]
+            raise WrongCall("guards", f"set {said} bytes of L2 aside, which is the engine's to do")
+
+
+def _times_us(reply: dict[str, Any], count: int) -> list[float]:
+    """So many times in microseconds, of a reply that may say anything."""
+    try:
+        times = [float(value) / 1e3 for value in reply["times_ns"]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        times = []
+    if len(times) != count:
+        raise ForgedReplyError("its reply has other times than those of the calls")
+    for value in times:
+        if not 0 < value < math.inf:
+            raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
+    return times
+
+
+def _spans(reply: dict[str, Any]) -> list[Span]:
+    """CUPTI's spans, of a reply that may say anything."""
+    try:
+        spans = [(text_of(name), int(begin), int(end)) for name, begin, end in reply["spans"]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        spans = [("", 0, 0)]
+    if not all(0 <= begin < end < 1 << 63 for _, begin, end in spans):
+        raise ForgedReplyError("its reply has no spans")
+    return spans
 
 
 def make_ready(runner: Runner, sets: CallSets, order: list[int]) -> None:

@@ -315,14 +315,14 @@ class TimingSession:
         self._carried(point, sets, load_timeout_s)
         order = self.draw.order(sets, max(int(CALLED * sets), 1))
         try:
-            reply = self.ours.graphs.command("spans", SPANS_S, order=order)
+            spans, events_ns = self.ours.spans(self._fresh(point, sets), order, SPANS_S)
         except RunnerFailure as failure:
             if failure.fatal:
                 raise
             return Traced(f"CUPTI cannot be asked here: {failure.message}"[:200], {})
-        if not (spans := [(str(name), int(a), int(b)) for name, a, b in reply["spans"]]):
+        if not spans:
             return Traced("CUPTI saw no kernel", {})
-        if problem := overran(spans, float(reply["times_ns"][0]) * len(order)):
+        if problem := overran(spans, events_ns):
             raise WrongCall("clocks", f"{point.label()}: {problem}")
         return traced(spans, len(order), point.label())
 

@@ -289,12 +289,11 @@ class Session(Carrying, Probing):
             return {"not_imported": str(error)}
         return {}
 
-    def do_spans(self, order: list[int]) -> dict[str, Any]:
+    def do_spans(self, order: list[int], recipes: list[list[list[int]]]) -> dict[str, Any]:
         """Launch under CUPTI, with spans of all streams: [name, begin, end] in nanoseconds."""
         if self.portable is not None:
             self.portable.close()  # CUPTI has one user at a time
-        arena = self.captured.arena
-        self._fill(arena, arena.recipes)
+        self._fill(self.captured.arena, recipes)
         self.captured.compose("whole", order)
         times, spans = self.captured.launch_traced()
         return {"times_ns": times, "spans": spans}
