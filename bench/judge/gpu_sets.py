@@ -6,13 +6,14 @@ cannot share it, or where they are too large (see `bench/runner/shared.py`).
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
 
 from patcher.bench.judge.blob import Bytes
 from patcher.bench.judge.memory_file import read_summed, require_room
-from patcher.bench.runner.driver import CudaDriver, CudaError
+from patcher.bench.runner.driver import CudaDriver
 from patcher.bench.runner.mixing import Mixer
 from patcher.bench.runner.shared import SharedMemory, goes_through
 
@@ -75,10 +76,9 @@ class GpuSets:
 
     def unshare(self) -> None:
         """Let all go through files, since the runner cannot open the memory."""
-        if self._memory is not None:
-            torch.cuda.synchronize()
-            self._memory.close()
-        self._memory = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            _close(memory)
 
     def close(self) -> None:
         """Give the memory back, once nobody holds rows."""
@@ -90,11 +90,25 @@ def _new_memory() -> SharedMemory | None:
     """Zeros to share with a runner, or None where CUDA's driver cannot."""
     if not torch.cuda.is_available():
         return None  # what is missing here, the runner says when it starts
-    torch.cuda.synchronize()  # initialises the device
-    whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    memory = None
     try:
+        torch.cuda.synchronize()  # initialises the device
+        if torch.cuda.current_device() != 0:
+            return None  # the driver shares memory of the first
+        whole = torch.cuda.get_device_properties(0).total_memory
         memory = SharedMemory(CudaDriver(), min(SHARED_BYTES, whole // SHARE))
-    except CudaError:
+        memory.bytes.zero_()
+        torch.cuda.synchronize()  # before a runner can look
+    except RuntimeError:  # CudaError, or one of torch
+        if memory is not None:
+            _close(memory)
         return None  # all goes through files, as what is larger does
-    memory.bytes.zero_()
     return memory
+
+
+def _close(memory: SharedMemory) -> None:
+    """Give memory back, or leave it to the end of a process whose context has an error."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError):
+        memory.close()

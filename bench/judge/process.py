@@ -109,30 +109,24 @@ class Runner:
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
         readable = os.open(f"/proc/self/fd/{inputs}", os.O_RDONLY)
-        policy = None
+        policy, most = None, limits.memory_bytes
         if not trusted:
-            policy = asdict(
-                sandbox.runner_policy(
-                    self.folder,
-                    device=zygote.device,
-                    also=[zygote.kit],
-                    memory_bytes=limits.memory_bytes,
-                )
+            policy = sandbox.runner_policy(
+                self.folder, device=zygote.device, also=[zygote.kit], memory_bytes=most
             )
         job = {
             "device_bytes": self.gpu_sets.shared_bytes,
             "folder": str(self.folder),
             "log": str(self.folder / "log"),
             "environment": caches(self.folder, trusted),
-            "policy": policy,
+            "policy": policy and asdict(policy),
             "paths": [str(ROOT)] if trusted else [],
         }
         try:
             given = [commands, replies, readable, outputs, *self.gpu_sets.descriptors]
             self._pid = zygote.fork(job, given)
         except BaseException:
-            self.gpu_sets.close()
-            remove_folder(self.folder)
+            self._give_back()
             raise
         finally:
             for descriptor in (commands, replies, readable):
@@ -164,10 +158,10 @@ class Runner:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
-        told = {"device": device, "threads": threads, "portable": portable}
+        told: dict[str, Any] = {"device": device, "threads": threads, "portable": portable}
         try:
-            environment = self.limits.compilers(cpus)
-            reply = self.command("start", START_S, environment=environment, **told)
+            told["environment"] = self.limits.compilers(cpus)
+            reply = self.command("start", START_S, **told)
         except RunnerFailure as failure:
             reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
@@ -338,7 +332,12 @@ class Runner:
 
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
-        self.kill()
+        try:
+            self.kill()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.gpu_sets.close()
         for descriptor in (self._commands, self._replies, self._log, *self._files):
             os.close(descriptor)

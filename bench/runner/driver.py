@@ -289,7 +289,11 @@ class CudaDriver:
         """Put a whole memory behind reserved addresses, to be read and written."""
         self.call("cuMemMap", address, size, 0, memory, 0)
         access = Access(location=_Location(_ON_DEVICE, 0), flags=_READ_WRITE)
-        self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        try:
+            self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        except CudaError:
+            self.unback(address, size)  # mapped addresses cannot be given back
+            raise
 
     def release(self, memory: int) -> None:
         """Give a handle back."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from .captured import Arena
 from .cudart import Cuda
-from .driver import CudaDriver, CudaError
+from .driver import CudaDriver
 from .mixing import Mixer, checksums
 from .shared import SharedMemory, goes_through
 
@@ -19,7 +19,7 @@ def opened(offered: tuple[int, int] | None, status: dict[str, Any]) -> SharedMem
     descriptor, size = offered
     try:
         return SharedMemory(CudaDriver(), size, descriptor)
-    except CudaError as error:
+    except RuntimeError as error:  # CudaError, or one of torch
         status["unshared"] = str(error)
         return None
 
@@ -54,7 +54,8 @@ class Exchange:
             self._cuda.to_device(target, self._inputs + at, size)
 
     def give(self, left: Arena) -> None:
-        """Copy the returned bytes of all sets to where the judge reads them."""
+        """Copy the returned bytes of all sets to where the judge reads them. In memory they lie
+        over what was sent."""
         memory = goes_through(self._memory, left.returned * left.sets)
         for here, at, size in left.pieces(left.returned):
             if memory:

@@ -32,7 +32,7 @@ class PlacedMemory:
     def __init__(self, driver: CudaDriver, bases: Sequence[int] = BASES, room: int = ROOM) -> None:
         self._driver = driver
         self.granularity = driver.granularity()
-        self.base, self.room = _reserve_one_of(driver, bases, room), room
+        self.base, self.room = reserve_one_of(driver, bases, room), room
         self._next, self._end = self.base, self.base + room
         self.spans: dict[int, int] = {}
         """Sizes in bytes by address."""
@@ -210,7 +210,7 @@ def up(size: int, granularity: int) -> int:
     return max(-(-size // granularity), 1) * granularity
 
 
-def _reserve_one_of(driver: CudaDriver, bases: Sequence[int], room: int) -> int:
+def reserve_one_of(driver: CudaDriver, bases: Sequence[int], room: int) -> int:
     """Reserve addresses at the first base that is free, or where the driver chooses."""
     for base in bases:
         try:

@@ -8,11 +8,12 @@ it goes through files in memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 from .driver import CudaDriver
-from .placed import bytes_at, up
+from .placed import bytes_at, reserve_one_of, up
 
 BASES = (0x3000_0000_0000, 0x3800_0000_0000)
 """Addresses that neither Linux, CUDA nor the memory of carried calls uses of itself."""
@@ -31,32 +32,22 @@ class SharedMemory:
     """
 
     def __init__(self, driver: CudaDriver, size: int, descriptor: int | None = None) -> None:
-        self._driver = driver
-        self.size = up(size, driver.granularity())
-        if descriptor is None:
-            memory = driver.create(self.size)
-        else:
-            memory = driver.opened(descriptor)
-            os.close(descriptor)
-        try:
-            self.pointer = self._reserved()
-            try:
+        self._driver, self.descriptor = driver, -1
+        with contextlib.ExitStack() as stack:
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+            self.size = up(size, driver.granularity())
+            memory = driver.create(self.size) if descriptor is None else driver.opened(descriptor)
+            stack.callback(driver.release, memory)  # mappings and descriptors keep it
+            self.pointer = reserve_one_of(driver, BASES, self.size)
+            with contextlib.ExitStack() as undo:
+                undo.callback(driver.unreserve, self.pointer, self.size)
                 driver.map(self.pointer, self.size, memory)
-                self.descriptor = driver.descriptor(memory) if descriptor is None else -1
-            except BaseException:
-                self._driver.unreserve(self.pointer, self.size)
-                raise
-        finally:
-            driver.release(memory)  # mappings and descriptors keep it
-        self.bytes = bytes_at(self.pointer, self.size)
-
-    def _reserved(self) -> int:
-        """Addresses for it, at a base if one is free."""
-        for base in BASES:
-            if (got := self._driver.reserve(base, self.size)) == base:
-                return got
-            self._driver.unreserve(got, self.size)
-        return self._driver.reserve(0, self.size)
+                undo.callback(driver.unback, self.pointer, self.size)
+                self.bytes = bytes_at(self.pointer, self.size)
+                if descriptor is None:
+                    self.descriptor = driver.descriptor(memory)
+                undo.pop_all()
 
     def rows(self, sets: int, set_bytes: int) -> Any:
         """The first bytes as a tensor, uint8 [sets, set_bytes]."""
@@ -65,9 +56,10 @@ class SharedMemory:
     def close(self) -> None:
         """Give memory, addresses and descriptor back, on the side that created it; nothing on the
         device may use it any more."""
-        self._driver.unback(self.pointer, self.size)
-        self._driver.unreserve(self.pointer, self.size)
-        os.close(self.descriptor)
+        with contextlib.ExitStack() as stack:  # each, whatever fails
+            stack.callback(os.close, self.descriptor)
+            stack.callback(self._driver.unreserve, self.pointer, self.size)
+            stack.callback(self._driver.unback, self.pointer, self.size)
 
 
 def goes_through(memory: SharedMemory | None, size: int) -> SharedMemory | None:

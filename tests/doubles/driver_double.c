@@ -45,7 +45,11 @@ int cuMemAddressReserve(u64* got, size_t size, size_t align, u64 address, u64 fl
   *got = (u64)at;
   return 0;
 }
-int cuMemAddressFree(u64 address, size_t size) { return munmap((void*)address, size) ? 1 : 0; }
+int cuMemAddressFree(u64 address, size_t size) {
+  for (int i = 0; i < span_count; i++)  // mapped
+    if (spans[i].size && spans[i].type == 2 && spans[i].begin - address < size) return 1;
+  return munmap((void*)address, size) ? 1 : 0;
+}
 // A handle of memory is a file in memory: one more than its descriptor.
 int cuMemCreate(u64* handle, size_t size, void* wanted, u64 flags) {
   (void)wanted; (void)flags;

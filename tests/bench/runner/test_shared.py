@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,16 +181,74 @@ def test_without_memory_of_its_own_a_runner_is_given_files(files: tuple[int, int
     assert judge.sent(1, 64).device.type == "cpu"
 
 
-def test_a_driver_that_cannot_share_is_no_error(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+def failing(driver: CudaDriver, patch: pytest.MonkeyPatch, *names: str) -> None:
+    call = driver.call
+
+    def refuses(name: str, *arguments: Any) -> None:
+        if name in names:
+            raise CudaError(f"{name}: not supported (801)")
+        call(name, *arguments)
+
+    patch.setattr(driver, "call", refuses)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GetAllocationGranularity", "Create", "AddressReserve", "Map", "SetAccess"),
+        *("ExportToShareableHandle", "ImportFromShareableHandle"),
+    ],
+)
+def test_a_driver_that_cannot_share_is_no_error_and_leaves_nothing(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     before = descriptors()
-
-    def refuses(memory: int) -> int:
-        raise CudaError("cuMemExportToShareableHandle: not supported (801)")
-
-    monkeypatch.setattr(driver, "descriptor", refuses)
-    with pytest.raises(CudaError, match="not supported"):
-        SharedMemory(driver, MIB)
+    ours = SharedMemory(driver, MIB)
+    with monkeypatch.context() as patch:
+        failing(driver, patch, f"cuMem{name}")
+        with pytest.raises(CudaError, match=name):
+            _ = theirs(driver, ours) if "Import" in name else SharedMemory(driver, MIB)
+    assert free(driver, BASES[1])
+    ours.close()
     assert descriptors() == before
     assert free(driver, BASES[0])
+
+
+def test_closing_after_an_error_is_quiet_and_keeps_no_descriptor(
+    driver: CudaDriver, files: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, memory = descriptors(), SharedMemory(driver, MIB)
+    monkeypatch.setattr(gpu_sets, "_new_memory", lambda: memory)
+    judge = GpuSets(*files, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: driver.call("cuMemUnmap", 1, 1))
+        failing(driver, patch, "cuMemUnmap", "cuMemAddressFree")
+        judge.close()
+    assert descriptors() == before
+    driver.unback(memory.pointer, memory.size)
+    driver.unreserve(memory.pointer, memory.size)
+
+
+@pytest.mark.parametrize(("device", "failing_wait"), [(0, 0), (1, 0), (0, 1), (0, 2)])
+def test_memory_is_shared_on_the_first_device_alone(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, device: int, failing_wait: int
+) -> None:
+    before, waits = descriptors(), list[int]()
+
+    def synchronize() -> None:
+        waits.append(len(waits) + 1)
+        if waits[-1] == failing_wait:
+            raise RuntimeError("CUDA error: out of memory")
+
+    whole = SimpleNamespace(total_memory=gpu_sets.SHARE * 2 * MIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: whole)
+    monkeypatch.setattr(gpu_sets, "CudaDriver", lambda: driver)
+    memory = gpu_sets._new_memory()
+    assert (memory is None) is bool(device or failing_wait)
+    if memory is not None:
+        assert (memory.size, waits) == (2 * MIB, [1, 2])
+        memory.close()
+    assert descriptors() == before
