@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from patcher.bench.judge.placement import contiguous
@@ -165,7 +166,14 @@ def holds(slot: Slot, block: Bytes, value: torch.Tensor) -> bool:
     data = block[slot.begin : slot.begin + slot.span_bytes]
     if _touched(slot, block[None]):
         return False
-    return torch.equal(data, value.reshape(-1).view(torch.uint8))
+    return equal(data, value.reshape(-1).view(torch.uint8))
+
+
+def equal(one: Bytes, other: Bytes) -> bool:
+    """Whether bytes are equal; NumPy tells several times sooner on a CPU."""
+    if one.device.type == "cpu":
+        return np.array_equal(one.numpy(), other.numpy())
+    return torch.equal(one, other)
 
 
 def as_slot(slot: Slot, value: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.judge.blob import Bytes, Layout, equal
 from patcher.bench.runner.mixing import PIECE_BYTES
 
 CAPACITY = 3 << 30
@@ -127,7 +127,7 @@ class SharedSets:
         left = self.left(plan, count)
         kept = self.rows(plan, 2 * count)[count:, : plan.returned_bytes]
         called = list(order)
-        late = not torch.equal(kept[called], left.blocks[called])
+        late = not equal(kept[called], left.blocks[called])
         left.blocks[called] = kept[called]
         return replace(left, late=late)
 

@@ -14,6 +14,7 @@ from patcher.bench.judge.blob import (
     Bytes,
     Layout,
     as_slot,
+    equal,
     holds,
     is_poison,
     read_set,
@@ -134,7 +135,7 @@ class CallSets:
     def _untouched(self, index: int, row: Bytes) -> bool:
         """Whether a set came back as it was before its call."""
         begin = self.plan.poisoned_bytes
-        return is_poison(row[:begin]) and torch.equal(row[begin:], self.data[index])
+        return is_poison(row[:begin]) and equal(row[begin:], self.data[index])
 
     def _guard_problem(self, left: Left) -> str | None:
         """Writes of calls that the contract forbids."""
@@ -148,7 +149,7 @@ class CallSets:
             sent, back = (
                 slice(at, at + slot.span_bytes) for at in (slot.begin - begin, slot.begin)
             )
-            if not torch.equal(self.data[:, sent], left.blocks[:, back]):
+            if not equal(self.data[:, sent], left.blocks[:, back]):
                 return f"changed {tensor.name}, which the contract says is only read"
         if left.whole is not None:
             return self._watched_problem(left.whole)
