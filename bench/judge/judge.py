@@ -171,6 +171,9 @@ class Judge:
                 trial.correct([reseeded(case, draw) for case in again], report, "values after")
                 if settings.sanitize:
                     trial.sanitized(built, report)
+            except torch.OutOfMemoryError as error:
+                state.check("memory", False, _hoard(op, runner, error))
+                evaluation = state.verdict(Outcome.RUNTIME_ERROR, runner.log_tail())
             except Wrong as wrong:
                 before = trial.compared + trial.calls
                 note = f"; {before} calls before it were right" if before else ""
@@ -265,6 +268,20 @@ class Judge:
                 "the GPU computes wrong values after a candidate failed",
                 "reset it (nvidia-smi --gpu-reset)",
             )
+
+
+def _hoard(op: Op, runner: Runner, error: torch.OutOfMemoryError) -> str:
+    """What a candidate held of a full GPU; raises `MissingError` if that was little."""
+    before = torch.cuda.mem_get_info()[0]
+    runner.kill()
+    time.sleep(CANARY_PAUSE_S)
+    free, whole = torch.cuda.mem_get_info()
+    if (held := free - before) > whole / 2:
+        return f"held {held / whole:.0%} of the GPU's memory, and left none to check it"
+    raise MissingError(
+        f"only {free / whole:.0%} of the GPU's memory is free, too little to judge {op.name}",
+        "end other programs on it, or choose a sweep with smaller sizes",
+    ) from error
 
 
 @contextmanager

@@ -282,6 +282,23 @@ def test_unknown_baseline_names_what_there_is() -> None:
         evaluate(SOLUTIONS["cpu_simd"], JudgeSettings(baseline="fastest"))
 
 
+def test_who_left_no_memory_of_a_gpu_is_told_apart(
+    judged: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    sizes = iter([(1, 16), (10, 16), (1, 16), (4, 16)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(sizes))
+    monkeypatch.setattr(patcher.bench.judge.judge, "CANARY_PAUSE_S", 0)
+    monkeypatch.setattr(patcher.bench.judge.trial.Trial, "correct", full)
+    evaluation = judged(GOOD)
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "held 56% of the GPU" in evaluation.failed_checks[0].detail
+    with pytest.raises(MissingError, match="only 25% of the GPU"):
+        judged(GOOD)
+
+
 def test_red_zones_and_gaps_between_rows_tell() -> None:
     padded = Wanted(name="a", dtype="float32", shape=(3, 5), strides=(13, 1))
     shifted = Wanted(name="b", dtype="bfloat16", shape=(7,), shift=1)
