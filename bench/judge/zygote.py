@@ -183,7 +183,8 @@ def environment(kit: Path, device: str) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OPENBLAS_NUM_THREADS": "1",  # its thread pool would not survive the fork
     }
-    inherited = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    devices = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    inherited = ("LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS", *devices)
     environment |= {name: os.environ[name] for name in inherited if name in os.environ}
     environment["PYTHONPATH"] = python_path(kit)
     if device == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
-from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.judge.zygote import RunnerFailure, environment
 
 OP = bench.load_op("fused_add_rms_norm")
 READS = {"call", "ready", "capture", "compose", "spans"}
@@ -84,3 +85,10 @@ def test_other_odd_replies_are_no_crash(pool: RandomPool) -> None:
     assert len(found.value.detail.encode()) < 200
     with pytest.raises(WrongCall, match="said to end"):
         process.arm.block(process.sets, [0])
+
+
+def test_runners_number_gpus_as_the_judge_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert "CUDA_DEVICE_ORDER" in environment(tmp_path, "cuda")
