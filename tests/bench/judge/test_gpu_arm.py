@@ -12,25 +12,29 @@ import torch
 
 from patcher import bench
 from patcher.bench.judge.cases import Secrets
-from patcher.bench.judge.memory_file import Left
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure, environment
 
 OP = bench.load_op("fused_add_rms_norm")
 READS = {"call", "ready", "capture", "compose", "spans"}
-RIGHT = {"persisting_bytes": 0, "times_ns": [1e3], "fingerprint": 0, "spans": [["x", 5, 9]]}
+RIGHT: dict[str, Any] = {"persisting_bytes": 0, "times_ns": [1e3], "fingerprint": 0, "sum": 7}
+RIGHT["spans"] = [["x", 5, 9]]
 ODD = (None, 3, [[]], ["x"], [{}], [10**400], [math.nan], [-1], "ab", [1, 1], [["a", 1, 1]])
 
 
 class Process:
     """What it gives lies over what it reads."""
 
-    reply_s = 0.001
+    reply_s, left = 0.001, Runner.left
 
     def __init__(self, pool: RandomPool, **replies: Any) -> None:
         self.memory = torch.zeros(1 << 20, dtype=torch.uint8)
-        self.gpu_sets = SimpleNamespace(sent=lambda n, size: self.memory[: n * size].view(n, size))
+        self.gpu_sets = SimpleNamespace(
+            sent=lambda n, size: self.memory[: n * size].view(n, size),
+            given=lambda n, size, key: (torch.zeros(n, size, dtype=torch.uint8), 7),
+        )
         self.replies, self.found = replies, dict[str, bool]()
         self.sets = fresh_sets(OP, OP.sweep("cpu").points()[0], 2, "cpu", pool, Secrets(2))
         runner: Any = self
@@ -44,10 +48,6 @@ class Process:
         if do in ("call", "go", "collect"):
             self.memory.fill_(0x5C)
         return dict(self.replies.get(do, RIGHT))
-
-    def left(self, do: str, plan: Any, sets: int) -> Left:
-        self.command(do)
-        return Left(torch.zeros(sets, plan.returned_bytes, dtype=torch.uint8))
 
 
 @pytest.fixture
@@ -85,6 +85,9 @@ def test_other_odd_replies_are_no_crash(pool: RandomPool) -> None:
     assert len(found.value.detail.encode()) < 200
     with pytest.raises(WrongCall, match="said to end"):
         process.arm.block(process.sets, [0])
+    for process.replies["collect"] in ({}, {"sum": 8}):
+        with pytest.raises(RunnerFailure, match="outputs changed"):
+            process.arm.block(process.sets, [0])
 
 
 def test_runners_number_gpus_as_the_judge_does(

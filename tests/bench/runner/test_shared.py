@@ -194,10 +194,7 @@ def failing(driver: CudaDriver, patch: pytest.MonkeyPatch, *names: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("GetAllocationGranularity", "Create", "AddressReserve", "Map", "SetAccess"),
-        *("ExportToShareableHandle", "ImportFromShareableHandle"),
-    ],
+    ["Create", "Map", "SetAccess", "ExportToShareableHandle", "ImportFromShareableHandle"],
 )
 def test_a_driver_that_cannot_share_is_no_error_and_leaves_nothing(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, name: str
@@ -238,7 +235,7 @@ def test_memory_is_shared_on_the_first_device_alone(
     def synchronize() -> None:
         waits.append(len(waits) + 1)
         if waits[-1] == failing_wait:
-            raise RuntimeError("CUDA error: out of memory")
+            raise RuntimeError
 
     whole = SimpleNamespace(total_memory=gpu_sets.SHARE * 2 * MIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
