@@ -38,7 +38,8 @@ class GpuSets:
     def __init__(self, inputs: int, outputs: int, shared: bool) -> None:
         self._inputs, self._outputs = inputs, outputs
         self._mapped: Bytes | None = None
-        self._memory = _new_memory() if shared else None
+        self._memory, self.unshared = _new_memory() if shared else (None, "")
+        """And why it is not shared, though it was to be."""
 
     @property
     def shared_bytes(self) -> int:
@@ -74,8 +75,9 @@ class GpuSets:
         sums = read_summed(self._outputs, data)
         return data.cuda().view(sets, set_bytes), sums
 
-    def unshare(self) -> None:
+    def unshare(self, why: str) -> None:
         """Let all go through files, since the runner cannot open the memory."""
+        self.unshared = why
         memory, self._memory = self._memory, None
         if memory is not None:
             _close(memory)
@@ -83,27 +85,27 @@ class GpuSets:
     def close(self) -> None:
         """Give the memory back, once nobody holds rows."""
         self._mapped = None
-        self.unshare()
+        self.unshare("")
 
 
-def _new_memory() -> SharedMemory | None:
-    """Zeros to share with a runner, or None where CUDA's driver cannot."""
+def _new_memory() -> tuple[SharedMemory | None, str]:
+    """Zeros to share with a runner, or why there are none."""
     if not torch.cuda.is_available():
-        return None  # what is missing here, the runner says when it starts
+        return None, "no CUDA here"
     memory = None
     try:
         torch.cuda.synchronize()  # initialises the device
         if torch.cuda.current_device() != 0:
-            return None  # the driver shares memory of the first
+            return None, "only the first GPU's memory is shared"
         whole = torch.cuda.get_device_properties(0).total_memory
         memory = SharedMemory(CudaDriver(), min(SHARED_BYTES, whole // SHARE))
         memory.bytes.zero_()
         torch.cuda.synchronize()  # before a runner can look
-    except RuntimeError:  # CudaError, or one of torch
+    except RuntimeError as error:  # CudaError, or one of torch
         if memory is not None:
             _close(memory)
-        return None  # all goes through files, as what is larger does
-    return memory
+        return None, str(error)
+    return memory, ""
 
 
 def _close(memory: SharedMemory) -> None:

@@ -29,7 +29,7 @@ FEWEST_LARGE = 3
 """Fewest sets of a timed block of large sets."""
 SOAKED = 16
 """Most calls of a block after timing, which is checked and not timed."""
-SOAKED_BYTES = 1 << 30
+SOAKED_BYTES = 1 << 29
 """Size limit of such a block."""
 FEWEST_CALLS = 200
 """Number of checked calls of an op with large sets; a thousand would take a minute."""

@@ -171,7 +171,7 @@ class Runner:
         if cpus is not None:
             tree.pin(tree.descendants(self._pid), cpus)  # the processes that confine it, too
         if "unshared" in reply:
-            self.gpu_sets.unshare()
+            self.gpu_sets.unshare(str(reply["unshared"]))
         self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])

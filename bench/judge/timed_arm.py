@@ -50,6 +50,12 @@ IDLE_US = 50.0
 """Idle time in microseconds beyond that of the empty commands that costs nothing."""
 
 
+def timing_method(device: str, *runners: Runner) -> str:
+    """How calls are timed, and why sets of calls go through files, if they do."""
+    why = next((one.gpu_sets.unshared for one in runners if one.gpu_sets.unshared), "")
+    return METHODS[device] + (f"; sets through files in memory: {why[:200]}" if why else "")
+
+
 class EmptyCommands:
     """The last empty commands of the trusted runner, whose cost is taken off both arms' blocks."""
 

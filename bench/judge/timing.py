@@ -47,7 +47,7 @@ from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.timed_arm import METHODS, TimedArm, WrongCall, fresh_sets
+from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets, timing_method
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.contract import Point
@@ -92,7 +92,7 @@ class TimingSession:
         self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=empty, apart=apart)
         self.ceilings, self.threads = ceilings(device, threads), threads
         self.precision, self.apart = precision, apart
-        self.method, self.calls = METHODS[device], 0
+        self.method, self.calls = timing_method(device, candidate, baseline), 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
         """Time candidate and baseline at one point; `load_timeout_s` limits the first calls.

@@ -14,7 +14,7 @@ from patcher import bench
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
-from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
+from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets, timing_method
 from patcher.bench.judge.zygote import RunnerFailure, environment
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -95,3 +95,14 @@ def test_runners_number_gpus_as_the_judge_does(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert "CUDA_DEVICE_ORDER" in environment(tmp_path, "cuda")
+
+
+def test_a_verdict_says_why_sets_go_through_files() -> None:
+    shared, files = (
+        SimpleNamespace(gpu_sets=SimpleNamespace(unshared=why)) for why in ("", "not supported")
+    )
+    one: Any = shared
+    other: Any = files
+    assert "files" not in timing_method("cuda", one, one)
+    said = "; sets through files in memory: not supported"
+    assert timing_method("cuda", one, other) == timing_method("cuda", one) + said

@@ -126,7 +126,7 @@ def test_sets_arrive_and_come_back_whichever_way(
     monkeypatch.setattr(driver, "granularity", lambda: page)
     assert PLAN.set_bytes * count > page
     memory = SharedMemory(driver, room) if room else None
-    monkeypatch.setattr(gpu_sets, "_new_memory", lambda: memory)
+    monkeypatch.setattr(gpu_sets, "_new_memory", lambda: (memory, ""))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     judge = GpuSets(*files, True)
     assert judge.shared_bytes == (0 if memory is None else memory.size)
@@ -175,8 +175,8 @@ def test_without_memory_of_its_own_a_runner_is_given_files(files: tuple[int, int
     judge = GpuSets(*files, shared=torch.cuda.is_available())
     if not torch.cuda.is_available():
         assert judge.shared_bytes == 0
-    judge.unshare()
-    assert judge.shared_bytes == 0
+    judge.unshare("not supported")
+    assert (judge.shared_bytes, judge.unshared) == (0, "not supported")
     assert judge.descriptors == []
     assert judge.sent(1, 64).device.type == "cpu"
 
@@ -215,7 +215,7 @@ def test_closing_after_an_error_is_quiet_and_keeps_no_descriptor(
     driver: CudaDriver, files: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, memory = descriptors(), SharedMemory(driver, MIB)
-    monkeypatch.setattr(gpu_sets, "_new_memory", lambda: memory)
+    monkeypatch.setattr(gpu_sets, "_new_memory", lambda: (memory, ""))
     judge = GpuSets(*files, True)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", lambda: driver.call("cuMemUnmap", 1, 1))
@@ -235,7 +235,7 @@ def test_memory_is_shared_on_the_first_device_alone(
     def synchronize() -> None:
         waits.append(len(waits) + 1)
         if waits[-1] == failing_wait:
-            raise RuntimeError
+            raise RuntimeError("an illegal address")
 
     whole = SimpleNamespace(total_memory=gpu_sets.SHARE * 2 * MIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -243,8 +243,8 @@ def test_memory_is_shared_on_the_first_device_alone(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: whole)
     monkeypatch.setattr(gpu_sets, "CudaDriver", lambda: driver)
-    memory = gpu_sets._new_memory()
-    assert (memory is None) is bool(device or failing_wait)
+    memory, why = gpu_sets._new_memory()
+    assert (memory is None) is bool(device or failing_wait) is bool(why)
     if memory is not None:
         assert (memory.size, waits) == (2 * MIB, [1, 2])
         memory.close()
