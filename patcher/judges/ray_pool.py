@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from patcher.bench import Record, UsageError
@@ -33,6 +34,8 @@ LEASE_S = 120.0
 IDLE_S = 600.0
 """Without a job for so long, a pool gives its GPUs back to the cluster."""
 RECONCILE_S = 3.0
+RETRY_S = 60.0
+"""After so long a node is tried again on which no worker started."""
 
 
 class PoolReply(Record):
@@ -97,7 +100,7 @@ class JudgePool:
         self._done: OrderedDict[str, PoolOutcome] = OrderedDict()
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._places: list[_Place] = []
-        self._broken: dict[str, str] = {}
+        self._broken: dict[str, tuple[float, str]] = {}
         self._heard = time.monotonic()
         self._judged_count = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -128,7 +131,9 @@ class JudgePool:
                 del self._done[digest]  # whoever asks again has it tried again
         stage = max((asked.stage for asked in mine if asked.begun), default=("waiting", 0, 1))
         ready = sum(place.ready.done() for place in self._places)
-        broken = "" if self._places else "; ".join(sorted(set(self._broken.values())))
+        reasons = {why for _, why in self._broken.values()}
+        if broken := "" if self._places else "; ".join(sorted(reasons)):
+            self._broken.clear()  # it is told once: the next command finds what was repaired
         return PoolReply(
             done=done,
             unknown=tuple(unknown),
@@ -161,16 +166,26 @@ class JudgePool:
     async def _keep(self) -> None:
         """Workers where the cluster has room for them, none where a node has gone."""
         while True:
-            idle = not self._asked and time.monotonic() - self._heard > IDLE_S
-            nodes = {} if idle else _nodes()
-            for place in [each for each in self._places if each.node not in nodes]:
-                self._remove(place)
-            for node, resources in nodes.items():
-                have = sum(place.node == node for place in self._places)
-                if node not in self._broken:
-                    for _ in range(have, workers_of(self._kind, resources)):
-                        self._add(node, resources.get("CPU", 0))
+            try:
+                self._reconcile()
+            except Exception:  # the head does not answer for a while
+                traceback.print_exc()
             await asyncio.sleep(RECONCILE_S)
+
+    def _reconcile(self) -> None:
+        now = time.monotonic()
+        idle = not self._asked and now - self._heard > IDLE_S
+        nodes = {} if idle else _nodes()
+        for place in [each for each in self._places if each.node not in nodes]:
+            self._remove(place)
+        for node, (since, _) in list(self._broken.items()):
+            if now - since > RETRY_S:
+                del self._broken[node]
+        for node, resources in nodes.items():
+            have = sum(place.node == node for place in self._places)
+            if node not in self._broken:
+                for _ in range(have, workers_of(self._kind, resources)):
+                    self._add(node, resources.get("CPU", 0))
 
     def _add(self, node: str, cpus: float) -> None:
         here = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -202,10 +217,11 @@ class JudgePool:
     async def _lane(self, place: _Place) -> None:
         while True:
             try:
-                await asyncio.shield(place.ready)
+                machine, _ = await asyncio.shield(place.ready)
             except RayError as error:
                 if place.node in _nodes():
-                    self._broken[place.node] = str(error).strip().splitlines()[-1]
+                    told = str(error).strip().splitlines()[-1]
+                    self._broken[place.node] = (time.monotonic(), told)
                 self._remove(place)
                 return
             asked = self._asked.get(await self._queue.get())
@@ -217,14 +233,14 @@ class JudgePool:
             asked.begun = True
             try:
                 await self._judged(place, asked)
-            except RayActorError:
+            except (RayActorError, OutOfMemoryError):
                 place.ready = _told(place.actor)  # Ray starts it again
-                await self._died(asked, place)
-            except RayError as error:  # the worker's own defect: the jobs behind it are served
-                self._finish(asked, PoolOutcome(kind="failed", text=str(error).strip()[-1000:]))
+                self._died(asked, machine)
             except asyncio.CancelledError:  # its node has gone
                 self._again(asked)
                 raise
+            except Exception as error:  # the worker's own defect: the jobs behind it are served
+                self._finish(asked, PoolOutcome(kind="failed", text=str(error).strip()[-1000:]))
 
     async def _judged(self, place: _Place, asked: _Asked) -> None:
         asked.stage = ("build", 0, 1)
@@ -241,7 +257,7 @@ class JudgePool:
             outcome: PoolOutcome = await place.actor.judge.remote(asked.job)
         self._finish(asked, outcome)
 
-    async def _died(self, asked: _Asked, place: _Place) -> None:
+    def _died(self, asked: _Asked, machine: str) -> None:
         asked.deaths += 1
         if asked.deaths < MOST_ATTEMPTS:
             self._again(asked)
@@ -249,7 +265,6 @@ class JudgePool:
         refusal = UsageError(
             f"it ended {asked.deaths} workers that judged it", "look at the worker's machine"
         )
-        machine, _ = await asyncio.shield(place.ready)
         result = JobResult(
             job=asked.job.digest,
             refusal=Refusal.model_validate(refusal.as_dict()),
