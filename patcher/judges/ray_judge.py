@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from patcher.bench import BusyError, Candidate, Evaluation, MissingError, PatcherError, UsageError
+from patcher.bench import (
+    BusyError,
+    Candidate,
+    Evaluation,
+    MissingError,
+    PatcherError,
+    UsageError,
+    VerificationError,
+)
 from patcher.bench.judge import JudgeSettings, Progress
+from patcher.judges import ray_address
 from patcher.judges.jobs import JobFolder, JobResult, WorkerMachine
-from patcher.judges.remote import RemoteJudge, verdict
+from patcher.judges.remote import RemoteJudge, UnreachableError, verdict
 
 if TYPE_CHECKING:
     from patcher.judges.ray_pool import PoolReply
@@ -24,6 +34,10 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 ANSWER_S = 300.0
 """Longest that a pool may take to answer: it may have to start first."""
+FORGET_S = 5.0
+"""Longest that a judge waits, when it ends, for the pool to hear that nobody asks any more."""
+_HEAD_S = "3600"
+"""Ray ends a process that cannot reach the head for so long; its 60 s come before `ANSWER_S`."""
 _AT_ONCE = 32
 _SAME = "install the same patcher, Python and ray on every node"
 _AGAIN = "restart the Ray cluster to have it judged again"
@@ -42,13 +56,15 @@ class RayJudge(RemoteJudge):
     ) -> None:
         super().__init__(place, settings, request_id, counters, report)
         self._cluster = Cluster(place)
+        self._version = importlib.metadata.version("patcher")
         self._client = secrets.token_hex(8)
         self._open: dict[str, tuple[Any, PoolJob]] = {}
         self._done: dict[str, PoolOutcome] = {}
 
     def __exit__(self, *exc: object) -> None:
         for pool in self._pools():
-            self._cluster.answer(pool.forget.remote(self._client))
+            with suppress(MissingError):  # what nobody asks for is not begun after a while anyway
+                self._cluster.answer(pool.forget.remote(self._client), FORGET_S)
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -95,7 +111,7 @@ class RayJudge(RemoteJudge):
             mine = {digest: job for digest, (at, job) in self._open.items() if at is pool}
             reply: PoolReply = self._cluster.answer(pool.poll.remote(self._client, list(mine)))
             if reply.problem:
-                raise MissingError(f"no Ray worker starts: {reply.problem}", _SAME)
+                raise UnreachableError(f"no Ray worker starts: {reply.problem}", _SAME)
             self._done.update(reply.done)
             for digest in reply.done:
                 del self._open[digest]
@@ -109,7 +125,14 @@ class RayJudge(RemoteJudge):
     def _taken(self, posted: JobFolder) -> Evaluation:
         outcome = self._done[posted.digest]
         if outcome.kind == "result":
-            return verdict(JobResult.model_validate_json(outcome.text), posted, _AGAIN)
+            result = JobResult.model_validate_json(outcome.text)
+            if result.machine.patcher != self._version:
+                raise VerificationError(
+                    f"a Ray worker that judged {posted.name} runs patcher {result.machine.patcher},"
+                    f" not {self._version} as here",
+                    f"{_SAME}; {_AGAIN}",
+                )
+            return verdict(result, posted, _AGAIN)
         del self._done[posted.digest]
         if outcome.kind == "busy":
             raise BusyError(f"a Ray worker could not time {posted.name}: {outcome.text}")
@@ -130,7 +153,7 @@ class RayJudge(RemoteJudge):
         while (told := cluster.answer(pool.machine.remote())) is None:
             reply = cluster.answer(pool.poll.remote("", []))
             if reply.problem:
-                raise MissingError(f"no Ray worker starts: {reply.problem}", _SAME)
+                raise UnreachableError(f"no Ray worker starts: {reply.problem}", _SAME)
             time.sleep(POLL_S)
         return WorkerMachine.model_validate_json(told).words[kind]
 
@@ -149,47 +172,45 @@ class Cluster:
             from patcher.extras import missing_package
 
             raise missing_package(error, "ray") from error
-        address, _, self._gpu = place.partition("@")
-        self._address = address or "auto"
+        named, _, self._gpu = place.partition("@")
         self._ray: Any = ray
         self._known: dict[str, Any] = {}
-        self._connect()
+        if ray.is_initialized():  # by whoever calls us, or by us before
+            ray_address.require_joined(named, ray.get_runtime_context().gcs_address)
+        else:
+            self._join(ray_address.answering(named, ray))
 
-    def _connect(self) -> None:
-        name = "this machine" if self._address == "auto" else self._address
-        if "://" in self._address:
-            raise UsageError(
-                f"{self._address} is Ray Client's, which patcher does not speak",
-                "run patcher on a machine of the cluster: --judge ray:HOST:PORT",
-            )
-        host, _, port = self._address.rpartition(":")
-        hint = "start one (ray start --head), or name another: --judge ray:HOST:PORT"
-        if host and port.isdigit():
-            try:  # ray itself tries for minutes
-                socket.create_connection((host, int(port)), timeout=10).close()
-            except OSError as error:
-                raise MissingError(f"no Ray cluster answers at {name}", hint) from error
-            hint = f"{_SAME}; if it asks for a token, set RAY_AUTH_MODE=token"
-        if self._ray.is_initialized():
-            return  # whoever calls us has joined it
+    def _join(self, address: str) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", _HEAD_S)
         try:
             with _own_signals():
-                self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+                self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ImportError, RuntimeError, ValueError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise MissingError(f"cannot join a Ray cluster at {name}: {said}", hint) from error
+            raise MissingError(
+                f"cannot join a Ray cluster at {ray_address.name(address)}: {_first(error)}",
+                f"{_SAME}; if it asks for a token, set RAY_AUTH_MODE=token",
+            ) from error
+        with suppress(AttributeError):  # it would print errors of nodes and of others on stdout
+            worker = self._ray._private.worker.global_worker
+            worker.threads_stopped.set()
+            worker.gcs_error_subscriber.close()
 
     def pool(self, kind: Literal["cpu", "cuda"]) -> Any:
         """The actor that has the jobs for a kind of device; it is started if there is none.
 
         Raises:
-            MissingError: the cluster has no such GPU.
+            MissingError: the cluster has no such GPU, or no CPU.
             UsageError: it has GPUs of several kinds.
         """
         if kind not in self._known:
             from patcher.judges.ray_pool import NAMESPACE, JudgePool
 
+            if kind == "cpu" and not self._has_cpu():
+                raise MissingError(
+                    "no node of the Ray cluster has a CPU for work",
+                    "add one that has: ray start --address=HOST:PORT --num-cpus=N",
+                )
             place = "cpu" if kind == "cpu" else self._gpu_kind()
             self._known[kind] = (
                 self._ray.remote(JudgePool)
@@ -210,6 +231,10 @@ class Cluster:
     def usual(self) -> Literal["cpu", "cuda"]:
         """A GPU, if one was named or is there."""
         return "cuda" if self._gpu or self._kinds() else "cpu"
+
+    def _has_cpu(self) -> bool:
+        nodes = self._ray.nodes()
+        return any(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in nodes)
 
     def _kinds(self) -> list[str]:
         """The cluster's kinds of GPU, as Ray's `accelerator_type` names them."""
@@ -236,22 +261,28 @@ class Cluster:
             )
         return self._gpu or kinds[0]
 
-    def answer(self, reference: Any) -> Any:
+    def answer(self, reference: Any, within_s: float = ANSWER_S) -> Any:
         """What a call gives. The wait is Python's, so that signals are heard.
 
         Raises:
-            MissingError: the cluster has ended.
+            UnreachableError: the cluster has ended.
         """
         from ray.exceptions import RayError
 
         try:
-            return reference.future().result(ANSWER_S)
+            return reference.future().result(within_s)
         except (NoAnswer, RayError) as error:
             said = (str(error).strip().splitlines() or ["no answer"])[-1]
-            raise MissingError(
+            raise UnreachableError(
                 f"the pool of judges on the Ray cluster does not answer: {said}",
                 f"see that the cluster runs (ray status); {_SAME}",
             ) from error
+
+
+def _first(error: Exception) -> str:
+    """The first sentence of an error, with the lines that a colon announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 class _own_signals:

@@ -6,12 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from patcher.bench import Candidate, Evaluation, Registry, VerificationError, load_op, sweep_named
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    MissingError,
+    Registry,
+    VerificationError,
+    load_op,
+    sweep_named,
+)
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges.jobs import JobFolder, JobResult, post
 
 NOT_TOLD = "which has not told yet what it is"
 """The end of what is known of hardware that no worker has described."""
+
+
+class UnreachableError(MissingError):
+    """No judge elsewhere answers, which says nothing of a candidate or of a baseline."""
 
 
 class RemoteJudge(ABC):

@@ -27,6 +27,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges import open_judges, remote_judge
+from patcher.judges.remote import UnreachableError
 
 AGAINST = ("eager", "torch.compile")
 """The baselines of an op that the scale names, in its order."""
@@ -134,15 +135,17 @@ def judge_for_reward(
     """
     remote = remote_judge(where)
     if remote is not None:
-        names, missing = baselines_of(candidate, against)
-        each = [dataclasses.replace(settings, baseline=name) for name in names]
+        names, _ = baselines_of(candidate, against)
         kind, place = remote
         with kind(place, settings, request_id, counters, report) as judge:
-            jobs = [judge.submit(candidate, one) for one in each]
-            found = dict(zip(names, judge.gather(jobs), strict=True))
-        return RewardResult(
-            reward=reward(list(found.values()), missing, against), evaluations=found
-        )
+            for name in names:
+                judge.submit(candidate, dataclasses.replace(settings, baseline=name))
+
+            def taken(candidate: Candidate, settings: JudgeSettings) -> Evaluation:
+                [found] = judge.gather([judge.submit(candidate, settings)])
+                return found
+
+            return reward_of(candidate, settings, against, taken)
 
     def evaluate(candidate: Candidate, settings: JudgeSettings) -> Evaluation:
         with open_judges(where, settings, request_id, report, counters=counters) as judges:
@@ -168,7 +171,7 @@ def reward_of(
         try:
             found[name] = evaluate(candidate, dataclasses.replace(settings, baseline=name))
         except MissingError as error:
-            if not found or isinstance(error, BusyError):
+            if not found or isinstance(error, BusyError | UnreachableError):
                 raise
             missing[name] = error.message
         else:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from ray_cluster import ray_cluster
@@ -24,11 +27,14 @@ from patcher.bench import (
     MissingError,
     Outcome,
     UsageError,
+    VerificationError,
 )
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.judges import open_judges, remote_judge, resolved_judge
+from patcher.judges.jobs import JobResult, Refusal
 from patcher.judges.ray_judge import Cluster, RayJudge
+from patcher.judges.worker import this_machine
 
 OP = bench.load_op("fused_add_rms_norm")
 GOOD = next(candidate for info, candidate in OP.solutions() if info.name == "cpu_simd").source
@@ -186,13 +192,7 @@ def test_a_busy_worker_is_told_from_one_that_lacks_something() -> None:
         open_._taken(posted)
 
 
-def test_no_ray_and_no_cluster_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    with pytest.raises(MissingError, match=r"no Ray cluster answers at 127\.0\.0\.1:1") as caught:
-        Cluster("127.0.0.1:1")
-    assert "ray start --head" in caught.value.hint
-    with pytest.raises(UsageError, match="does not speak"):
-        Cluster("ray://127.0.0.1:10001")
+def test_no_ray_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingError, match="ray is not installed") as caught:
         Cluster("")
@@ -234,3 +234,156 @@ def test_a_full_pool_leaves_the_rest_with_who_asks(monkeypatch: pytest.MonkeyPat
     reply = asyncio.run(asked())
     assert reply.unknown == ("3", "4")
     assert reply.waiting == 3, "the same jobs of another client are not doubled"
+
+
+def test_a_process_has_one_cluster(ray: Any) -> None:
+    joined = ray.get_runtime_context().gcs_address
+    port = joined.rpartition(":")[2]
+    for same in ("", joined, f"127.0.0.1:{port}", f"localhost:{port}"):
+        assert Cluster(same).usual == "cpu"
+    for other in ("127.0.0.1:1", f"198.51.100.7:{port}"):
+        with pytest.raises(UsageError, match=f"has joined the Ray cluster at {joined}, not"):
+            Cluster(other)
+
+
+def test_errors_of_nodes_and_of_others_stay_off_stdout(ray: Any) -> None:
+    joined = ray.get_runtime_context().gcs_address
+    program = f"""
+import time
+from patcher.judges.ray_judge import Cluster
+cluster = Cluster("{joined}")
+from ray._private.utils import publish_error_to_driver
+from ray._private.worker import global_worker
+publish_error_to_driver("node", "a node died", gcs_client=global_worker.gcs_client)
+time.sleep(2)
+"""
+    words = [sys.executable, "-P", "-c", program]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == ""
+
+
+def test_a_cluster_without_cpus_is_said() -> None:
+    pytest.importorskip("ray")
+    cluster = object.__new__(Cluster)
+    cluster._known = {}
+    cluster._ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"memory": 1.0}}])
+    with pytest.raises(MissingError, match="no node of the Ray cluster has a CPU"):
+        cluster.pool("cpu")
+
+
+def test_a_worker_of_another_patcher_is_not_believed() -> None:
+    pytest.importorskip("ray")
+    from patcher.judges.ray_worker import PoolOutcome
+
+    machine = this_machine().model_copy(update={"patcher": "0.0.1"})
+    refusal = Refusal(kind="usage", message="no", hint="")
+    result = JobResult(job="1", refusal=refusal, machine=machine)
+    open_ = object.__new__(RayJudge)
+    open_._version = this_machine().patcher
+    open_._done = {"1": PoolOutcome(kind="result", text=result.model_dump_json())}
+    posted: Any = SimpleNamespace(name="a job", digest="1")
+    with pytest.raises(VerificationError, match=r"judged a job runs patcher 0\.0\.1, not"):
+        open_._taken(posted)
+
+
+def test_a_dead_cluster_does_not_hide_why_the_judge_ended() -> None:
+    pytest.importorskip("ray")
+
+    def answer(*_: object) -> None:
+        raise MissingError("the cluster has ended")
+
+    open_ = object.__new__(RayJudge)
+    open_._client, open_._open = "me", {"1": (MagicMock(), MagicMock())}
+    open_._cluster = MagicMock(answer=answer)
+    with pytest.raises(KeyboardInterrupt), open_:
+        raise KeyboardInterrupt
+
+
+def lane_end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
+    """What becomes of a job that meets this error each time, on a node that dies with it."""
+    from patcher.judges import ray_pool
+    from patcher.judges.ray_worker import PoolJob
+
+    async def idle(_pool: ray_pool.JudgePool) -> None:
+        """No cluster."""
+
+    async def judged(*_: object) -> None:
+        raise error
+
+    told = this_machine().model_dump_json(), None
+    deaths: list[int] = []
+
+    def again(_actor: Any) -> asyncio.Future[Any]:
+        deaths.append(1)
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if len(deaths) < 3:
+            ready.set_result(told)
+        return ready
+
+    monkeypatch.setattr(ray_pool.JudgePool, "_keep", idle)
+    monkeypatch.setattr(ray_pool.JudgePool, "_judged", judged)
+    monkeypatch.setattr(ray_pool, "_told", again)
+
+    async def ended() -> Any:
+        pool = ray_pool.JudgePool("cpu")
+        await pool.submit("me", [PoolJob(name="x-1", digest="1", files={})])
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        ready.set_result(told)
+        lane = asyncio.create_task(pool._lane(ray_pool._Place("node", 1, None, ready)))
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if done := (await pool.poll("me", ["1"])).done:
+                break
+        lane.cancel()
+        return done["1"]
+
+    return asyncio.run(ended())
+
+
+def test_a_job_whose_workers_die_is_refused_and_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    for error in (exceptions.ActorDiedError(), exceptions.OutOfMemoryError("no memory")):
+        with monkeypatch.context() as patch:
+            found = lane_end(patch, error)
+        assert found.kind == "result"
+        assert "it ended 3 workers that judged it" in found.text
+    found = lane_end(monkeypatch, ValueError("a defect"))
+    assert (found.kind, found.text) == ("failed", "a defect")
+
+
+def test_a_pool_outlives_a_silent_head_and_tries_a_repaired_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray")
+    from patcher.judges import ray_pool
+
+    asked: list[int] = []
+
+    def nodes() -> dict[str, dict[str, float]]:
+        asked.append(1)
+        if len(asked) == 1:
+            raise ConnectionError("the head is away")
+        return {"node": {"CPU": 1.0}}
+
+    added: list[str] = []
+    monkeypatch.setattr(ray_pool, "_nodes", nodes)
+    monkeypatch.setattr(ray_pool, "RECONCILE_S", 0.01)
+    monkeypatch.setattr(ray_pool.JudgePool, "_add", lambda _, node, _cpus: added.append(node))
+
+    async def followed() -> list[str]:
+        pool = ray_pool.JudgePool("cpu")
+        pool._broken["node"] = (time.monotonic(), "no patcher there")
+        await pool.submit("me", [])
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if len(asked) > 2:
+                break
+        assert not added
+        told = [(await pool.poll("me", [])).problem for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert pool._keeper is not None
+        pool._keeper.cancel()
+        return told
+
+    assert asyncio.run(followed()) == ["no patcher there", ""]
+    assert added

@@ -18,6 +18,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import JudgeSettings
 from patcher.judges import reward as judged_
+from patcher.judges.remote import UnreachableError
 from patcher.judges.reward import judge_for_reward, reward
 
 OP = "fused_add_rms_norm"
@@ -169,3 +170,47 @@ def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
         judge_for_reward(
             "local", down, JudgeSettings(), "t", lambda *_: None, against=["torch.compile"]
         )
+
+
+def test_a_judge_elsewhere_says_what_the_local_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str | None, Evaluation | Exception] = {}
+    asked: list[str | None] = []
+
+    class Elsewhere:
+        def __init__(self, *_: object) -> None:
+            """No place."""
+
+        def __enter__(self) -> Elsewhere:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            return None
+
+        def submit(self, _: Candidate, settings: JudgeSettings) -> str | None:
+            asked.append(settings.baseline)
+            return settings.baseline
+
+        def gather(self, jobs: list[str | None]) -> list[Evaluation]:
+            found = [answers[job] for job in jobs]
+            for each in found:
+                if isinstance(each, Exception):
+                    raise each
+            return [each for each in found if isinstance(each, Evaluation)]
+
+    monkeypatch.setattr(judged_, "remote_judge", lambda _: (Elsewhere, ""))
+    candidate = Candidate(op=OP, language=Language.CPP, source="x")
+
+    def rewarded() -> tuple[int, dict[str, str], list[str]]:
+        found = judge_for_reward("there", candidate, JudgeSettings(), "t", lambda *_: None)
+        return found.reward.value, found.reward.missing, list(found.evaluations)
+
+    answers["eager"] = evaluation("eager", FAST, digest=candidate.digest)
+    answers["torch.compile"] = MissingError("no compiler")
+    assert rewarded() == (2, {"torch.compile": "no compiler"}, ["eager"])
+    assert asked[:2] == ["eager", "torch.compile"], "both are handed over before one is waited for"
+    answers["torch.compile"] = UnreachableError("the cluster has ended")
+    with pytest.raises(UnreachableError):
+        rewarded()
+    wrong = evaluation("eager", FAST, digest=candidate.digest)
+    answers["eager"] = wrong.model_copy(update={"outcome": Outcome.MISMATCH})
+    assert rewarded()[0] == -1, "a wrong one is wrong, whatever its other judgement meets"
