@@ -72,8 +72,11 @@ class RayJudge(RemoteJudge):
         self._poll()
 
     def submit(self, candidate: Candidate, settings: JudgeSettings | None = None) -> JobFolder:
+        known = len(self._open)
         posted = self._ask(candidate, settings)
-        self._poll()
+        if len(self._open) > known:
+            pool, job = self._open[posted.digest]
+            self._hand_over(pool, [job])
         return posted
 
     def gather(self, jobs: Sequence[JobFolder]) -> list[Evaluation]:
@@ -115,12 +118,16 @@ class RayJudge(RemoteJudge):
             self._done.update(reply.done)
             for digest in reply.done:
                 del self._open[digest]
-            unknown = [mine[digest] for digest in reply.unknown]
-            for first in range(0, len(unknown), _AT_ONCE):
-                some = unknown[first : first + _AT_ONCE]
-                self._cluster.answer(pool.submit.remote(self._client, some))
+            self._hand_over(pool, [mine[digest] for digest in reply.unknown])
             replies.append(reply)
         return replies
+
+    def _hand_over(self, pool: Any, jobs: Sequence[PoolJob]) -> None:
+        """As many as the pool has room for."""
+        for first in range(0, len(jobs), _AT_ONCE):
+            some = jobs[first : first + _AT_ONCE]
+            if not self._cluster.answer(pool.submit.remote(self._client, some)):
+                break
 
     def _taken(self, posted: JobFolder) -> Evaluation:
         outcome = self._done[posted.digest]

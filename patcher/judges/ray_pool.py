@@ -105,8 +105,9 @@ class JudgePool:
         self._judged_count = 0
         self._keeper: asyncio.Task[None] | None = None
 
-    async def submit(self, client: str, jobs: Sequence[PoolJob]) -> None:
-        """Take jobs over, as many as there is room for; those that are known are not doubled."""
+    async def submit(self, client: str, jobs: Sequence[PoolJob]) -> bool:
+        """Take jobs over, as many as there is room for; those that are known are not doubled.
+        Whether there is room for more."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
         self._heard = time.monotonic()
@@ -117,6 +118,7 @@ class JudgePool:
                 self._asked[job.digest] = _Asked(job)
                 self._queue.put_nowait(job.digest)
             self._asked[job.digest].clients[client] = time.monotonic()
+        return len(self._asked) < MOST_JOBS
 
     async def poll(self, client: str, digests: Sequence[str]) -> PoolReply:
         """What became of these jobs. To ask is to want them still."""

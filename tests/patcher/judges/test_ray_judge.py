@@ -122,6 +122,26 @@ def test_what_nobody_waits_for_is_not_begun(ray: Any) -> None:
     assert judged(ray) == 1
 
 
+def test_what_was_handed_over_is_not_sent_again(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    answer = Cluster.answer
+
+    def counted(cluster: Cluster, *given: Any) -> Any:
+        calls.append(given)
+        return answer(cluster, *given)
+
+    candidates = [cpp(f"int y{number};") for number in range(3)]
+    with judge() as asked:
+        asked.prepare(candidates)
+        monkeypatch.setattr(Cluster, "answer", counted)
+        jobs = [asked.submit(candidate) for candidate in candidates]
+        assert not calls
+        asked.submit(cpp("int z;"))
+        assert len(calls) == 1
+        found = asked.gather(jobs)
+    assert [each.digest for each in found] == [each.digest for each in candidates]
+
+
 @pytest.mark.slow
 def test_killed_workers_cost_nothing_and_nothing_is_judged_twice(ray: Any) -> None:
     killed: list[str] = []
@@ -227,7 +247,8 @@ def test_a_full_pool_leaves_the_rest_with_who_asks(monkeypatch: pytest.MonkeyPat
 
     async def asked() -> ray_pool.PoolReply:
         pool = ray_pool.JudgePool("cpu")
-        await pool.submit("one", jobs)
+        assert await pool.submit("one", jobs[:2])
+        assert not await pool.submit("one", jobs)
         await pool.submit("two", jobs)
         return await pool.poll("one", [job.digest for job in jobs])
 
