@@ -37,10 +37,10 @@ def answering(named: str, ray: Any) -> str:
         raise MissingError(f"no Ray cluster runs on {name(address)}", _HINT) from error
     host, port = _host_and_port(at or address)
     try:
-        answers = _answers(host, port)
+        found = _answers(host, port)
     except (OSError, UnicodeError) as error:
         raise MissingError(f"no Ray cluster answers at {at or address}", _HINT) from error
-    if not answers:
+    if not found:
         raise MissingError(f"what answers at {at or address} is no Ray cluster", _HINT)
     return address
 
@@ -62,6 +62,14 @@ def require_joined(named: str, joined: str) -> None:
             f"this process has joined the Ray cluster at {joined}, not {named}",
             "ask the other cluster from another process",
         )
+
+
+def answers(address: str) -> bool:
+    """Whether a cluster answers there."""
+    try:
+        return _answers(*_host_and_port(address))
+    except OSError:
+        return False
 
 
 def name(address: str) -> str:

@@ -36,8 +36,14 @@ ANSWER_S = 300.0
 """Longest that a pool may take to answer: it may have to start first."""
 FORGET_S = 5.0
 """Longest that a judge waits, when it ends, for the pool to hear that nobody asks any more."""
-_HEAD_S = "3600"
-"""Ray ends a process that cannot reach the head for so long; its 60 s come before `ANSWER_S`."""
+PROBE_S = 5.0
+"""A pool that is silent for so long makes us look whether the cluster's head is there."""
+HEAD_S = 30.0
+"""A head that is gone for so long has ended: ray ends our process where it is away for 60 s."""
+_RECONNECT_S = "3600"
+"""The same 60 s, for a head that is away while the pool still answers."""
+_OURS = "patcher-judging"
+"""The namespace of a process that joined the cluster for its judges alone."""
 _AT_ONCE = 32
 _SAME = "install the same patcher, Python and ray on every node"
 _AGAIN = "restart the Ray cluster to have it judged again"
@@ -62,7 +68,7 @@ class RayJudge(RemoteJudge):
         self._done: dict[str, PoolOutcome] = {}
 
     def __exit__(self, *exc: object) -> None:
-        for pool in self._pools():
+        for pool in [] if self._cluster.ended else self._pools():
             with suppress(MissingError):  # what nobody asks for is not begun after a while anyway
                 self._cluster.answer(pool.forget.remote(self._client), FORGET_S)
 
@@ -186,13 +192,21 @@ class Cluster:
             ray_address.require_joined(named, ray.get_runtime_context().gcs_address)
         else:
             self._join(ray_address.answering(named, ray))
+        self._head = ray.get_runtime_context().gcs_address
+        self._seen = time.monotonic()
+        self.ended = False
 
     def _join(self, address: str) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", _HEAD_S)
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", _RECONNECT_S)
         try:
             with _own_signals():
-                self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                self._ray.init(
+                    address=address,
+                    namespace=_OURS,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
         except (OSError, ImportError, RuntimeError, ValueError) as error:
             raise MissingError(
                 f"cannot join a Ray cluster at {ray_address.name(address)}: {_first(error)}",
@@ -276,14 +290,37 @@ class Cluster:
         """
         from ray.exceptions import RayError
 
+        future, until = reference.future(), time.monotonic() + within_s
+        self._seen = time.monotonic()
         try:
-            return reference.future().result(within_s)
+            while True:
+                try:
+                    return future.result(min(PROBE_S, max(0.0, until - time.monotonic())))
+                except NoAnswer:
+                    if future.done() or time.monotonic() >= until:
+                        raise
+                self._require_head()
         except (NoAnswer, RayError) as error:
             said = (str(error).strip().splitlines() or ["no answer"])[-1]
             raise UnreachableError(
                 f"the pool of judges on the Ray cluster does not answer: {said}",
                 f"see that the cluster runs (ray status); {_SAME}",
             ) from error
+
+    def _require_head(self) -> None:
+        """Raises:
+        UnreachableError: the head is gone; a process that joined for us has left the cluster.
+        """
+        if ray_address.answers(self._head):
+            self._seen = time.monotonic()
+        elif time.monotonic() - self._seen > HEAD_S:
+            self.ended = True
+            if self._ray.get_runtime_context().namespace == _OURS:
+                self._ray.shutdown()
+            raise UnreachableError(
+                f"the Ray cluster at {self._head} has ended",
+                "start it again (ray start --head) and give the command again",
+            )
 
 
 def _first(error: Exception) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,10 @@ from patcher.bench import (
 )
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.sandbox.process_tree import descendants
-from patcher.judges import open_judges, remote_judge, resolved_judge
+from patcher.judges import open_judges, ray_judge, remote_judge, resolved_judge
 from patcher.judges.jobs import JobResult, Refusal
 from patcher.judges.ray_judge import Cluster, RayJudge
+from patcher.judges.remote import UnreachableError
 from patcher.judges.worker import this_machine
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -315,9 +317,27 @@ def test_a_dead_cluster_does_not_hide_why_the_judge_ended() -> None:
 
     open_ = object.__new__(RayJudge)
     open_._client, open_._open = "me", {"1": (MagicMock(), MagicMock())}
-    open_._cluster = MagicMock(answer=answer)
+    open_._cluster = MagicMock(answer=answer, ended=False)
     with pytest.raises(KeyboardInterrupt), open_:
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("namespace", [ray_judge._OURS, "a trainer"])
+def test_a_cluster_that_ends_is_left_before_ray_ends_the_process(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr(ray_judge, "PROBE_S", 0.01)
+    monkeypatch.setattr(ray_judge, "HEAD_S", 0.05)
+    runtime = SimpleNamespace(namespace=namespace)
+    cluster = object.__new__(Cluster)
+    cluster._ray = MagicMock(get_runtime_context=lambda: runtime)
+    cluster._head, cluster.ended = "127.0.0.1:1", False
+    with pytest.raises(UnreachableError, match=r"the Ray cluster at 127\..+ has ended") as caught:
+        cluster.answer(SimpleNamespace(future=Future))
+    assert caught.value.exit_code == 3
+    assert cluster.ended, "nothing more is asked of it"
+    assert cluster._ray.shutdown.called == (namespace == ray_judge._OURS)
 
 
 def lane_end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
