@@ -316,7 +316,8 @@ def test_a_dead_cluster_does_not_hide_why_the_judge_ended() -> None:
         raise MissingError("the cluster has ended")
 
     open_ = object.__new__(RayJudge)
-    open_._client, open_._open = "me", {"1": (MagicMock(), MagicMock())}
+    job: Any = MagicMock()
+    open_._client, open_._open = "me", {"1": (MagicMock(), job)}
     open_._cluster = MagicMock(answer=answer, ended=False)
     with pytest.raises(KeyboardInterrupt), open_:
         raise KeyboardInterrupt
@@ -371,10 +372,12 @@ def lane_end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         ready.set_result(told)
         lane = asyncio.create_task(pool._lane(ray_pool._Place("node", 1, None, ready)))
+        done = (await pool.poll("me", ["1"])).done
         for _ in range(100):
-            await asyncio.sleep(0.01)
-            if done := (await pool.poll("me", ["1"])).done:
+            if done:
                 break
+            await asyncio.sleep(0.01)
+            done = (await pool.poll("me", ["1"])).done
         lane.cancel()
         return done["1"]
 
