@@ -66,8 +66,7 @@ class CallSets:
         recipes = [stock.recipes(case, plan) for case in cases]
         sets = cls(op, plan, list(cases), inputs, recipes)
         sent_back = plan.returned_bytes - plan.poisoned_bytes
-        room = stock.room(len(cases), sent_back, sets)
-        sets.data = packed(op, plan, inputs, room)
+        sets.data = packed(op, plan, inputs, stock.room(len(cases), sent_back, sets))
         return sets
 
     def write(self, rows: Bytes) -> None:

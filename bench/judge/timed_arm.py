@@ -43,7 +43,7 @@ METHODS = {
     "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
     "command, mean of a block; ABBA pairs; a process runs only while it is timed",
     "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
-    "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
+    "interleaved ABBA pairs; L2 warm from the copy-in of sets that fit (cold figures beside it)",
 }
 """How calls are timed, in words, by device."""
 IDLE_US = 50.0

@@ -146,8 +146,8 @@ def write(runs: Path, out: Path) -> int:
                 jobs.append((place, what == KERNEL, JOB.format(**job, limit_s=LIMIT_S)))
     if not jobs:
         raise UsageError(f"no run in {runs} has a right kernel with TF32", "give other runs")
-    texts_of = [text for _, _, text in sorted(jobs)]
-    (out / "columns.toml").write_text("".join([PLAN, *texts_of]), encoding="utf-8")
+    plan = "".join([PLAN, *(text for _, _, text in sorted(jobs))])
+    (out / "columns.toml").write_text(plan, encoding="utf-8")
     return len(jobs)
 
 

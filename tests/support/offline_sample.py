@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from served_sample import WORKLOAD, serve_by_doubles
 
-from patcher.ab import offline, served
+from patcher.ab import offline
 from patcher.ab.served_records import ServedJob, SideSetup
 from patcher.bench.ab.served import ServedPoint
 from patcher.bench.engines.serving import ServingClient, clients
@@ -40,4 +40,3 @@ def bench_by_doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by_doubles(tmp_path, monkeypatch)
     monkeypatch.setattr(offline, "RECEIPTS_S", 0)
     monkeypatch.setattr(offline, "POLL_S", 0.02)
-    monkeypatch.setattr(served, "compiles", lambda engine: False)

@@ -7,9 +7,11 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from host_cuda import HostCuda
 
 from patcher import bench
 from patcher.bench.judge import cases, memory_file
@@ -105,25 +107,10 @@ def test_a_change_in_a_slot_or_around_it_tells() -> None:
 
 def fill(arena: Arena, sent: int, sets: CallSets, pool: RandomPool) -> None:
     """Poison and what was sent, as a runner on a GPU fills its sets."""
-
-    class Cuda:
-        """Copies on the host."""
-
-        @staticmethod
-        def fill(target: int, byte: int, size: int, stream: object) -> None:
-            ctypes.memset(target, byte, size)
-
-        @staticmethod
-        def to_device(target: int, source: int, size: int) -> None:
-            ctypes.memmove(target, source, size)
-
-        @staticmethod
-        def synchronize() -> None:
-            """Nothing runs beside."""
-
+    cuda: Any = HostCuda()
     session = object.__new__(Session)
-    session.cuda, session.mixer, session.stream = Cuda(), Mixer(), 0
-    session.exchange = Exchange(session.cuda, 0, sent, (None, 0), None)
+    session.cuda, session.mixer, session.stream = cuda, Mixer(), 0
+    session.exchange = Exchange(cuda, 0, sent, (None, 0), None)
     session.stock = pool.bits
     session._fill(arena, sets.recipes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -149,6 +150,7 @@ def test_the_page_says_what_the_loops_came_to(
     problems = [each.name.rpartition("-")[2] for each in folders]
     assert f"({', '.join(problems)})" in PAGE
     half_widths: list[float] = []
+    seconds: list[float] = []
     first: list[float] = []
     best: list[float] = []
     in_column: list[float] = []
@@ -166,6 +168,7 @@ def test_the_page_says_what_the_loops_came_to(
             narrow = names_narrower(source, made.op, Language.TRITON)
             told.append(f"{one.geomean_speedup:.2f}{' (float16)' if narrow else ''}")
             known.append((one.geomean_speedup, narrow))
+            seconds.append(judged[one.digest].total_s or 0)
             half_widths += [
                 max(timed.speedup_high / timed.speedup, timed.speedup / timed.speedup_low) - 1
                 for timed in judged[one.digest].timings
@@ -188,6 +191,14 @@ def test_the_page_says_what_the_loops_came_to(
     assert f"already came to {geomean(first):.2f}" in PAGE
     over = [sum(speedup > least for speedup in best) for least in (1.0, 1.2)]
     assert f"{WORDS[over[0]]} are over 1, {WORDS[over[1]]} over 1.2" in PAGE
+    assert f"took {min(seconds):.0f} to {max(seconds):.0f} s of a judge" in PAGE
+    assert f"| {len(best)} of {len(best)} |" in RESULTS
+    assert f"| {statistics.median(best):.2f}, {statistics.fmean(best):.2f} |" in RESULTS
+    assert f"| {over[0]} and {over[1]} of {len(best)} |" in RESULTS
+    summed = [speedup for speedup in best if speedup > 2]
+    assert len(summed) == 3
+    assert f"come to {min(summed):.1f}x to {max(summed):.1f}x" in RESULTS
+    assert f"{WORDS[sum(speedup < 1 for speedup in best)]} stay below cuBLAS" in RESULTS
 
 
 WORDS = {6: "six", 9: "nine"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_cuda import HostCuda
 
 from patcher.bench.judge import gpu_sets
 from patcher.bench.judge.blob import Wanted, layout
@@ -92,24 +93,6 @@ def test_what_cannot_be_opened_is_said_and_leaves_nothing(
     assert free(driver, BASES[0])
 
 
-class Host:
-    """Copies of the runtime, on the host."""
-
-    @staticmethod
-    def copy_async(target: int, source: int, size: int, stream: int) -> None:
-        ctypes.memmove(target, source, size)
-
-    @staticmethod
-    def to_device(target: int, source: int, size: int) -> None:
-        ctypes.memmove(target, source, size)
-
-    to_host = to_device
-
-    @staticmethod
-    def synchronize() -> None:
-        """Nothing runs beside."""
-
-
 @pytest.fixture
 def files() -> Iterator[tuple[int, int]]:
     made = memory_file("inputs", 8 * MIB), memory_file("outputs", 8 * MIB)
@@ -138,7 +121,7 @@ def test_sets_arrive_and_come_back_whichever_way(
         ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (inputs, outputs)
     )
     mine = None if memory is None else theirs(driver, memory)
-    cuda: Any = Host()
+    cuda: Any = HostCuda()
     runner = Exchange(cuda, 0, at_input, (outputs, at_output), mine)
 
     sent = torch.randint(0, 256, (count, PLAN.sent_bytes), dtype=torch.uint8)

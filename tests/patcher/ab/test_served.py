@@ -66,7 +66,6 @@ ID, DIGEST = "double.norm", "0" * 64
 @pytest.fixture(autouse=True)
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by_doubles(tmp_path, monkeypatch)
-    monkeypatch.setattr(served, "compiles", lambda engine: False)  # doubles start faster
 
 
 @dataclass(frozen=True)
@@ -337,7 +336,6 @@ def test_pairs_of_another_host_count_once_and_only_for_the_same_comparison(
     there = compare_served(job, (SLOW, FAST), tmp_path / "there", silent)
     monkeypatch.undo()
     serve_by_doubles(tmp_path, monkeypatch)
-    monkeypatch.setattr(served, "compiles", lambda engine: False)
     joined = compare_served(
         replace(job, process_pairs=3, earlier=(there, there)),
         (SLOW, FAST),

@@ -41,7 +41,6 @@ ID, DIGEST = "double.norm", "0" * 64
 @pytest.fixture(autouse=True)
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by_doubles(tmp_path, monkeypatch)
-    monkeypatch.setattr(served, "compiles", lambda engine: False)  # doubles start faster
 
 
 def test_the_command_line_measures_decides_and_writes(

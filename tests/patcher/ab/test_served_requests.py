@@ -21,7 +21,6 @@ from served_sample import (
     serve_by_doubles,
 )
 
-from patcher.ab import served
 from patcher.ab.served import compare_served
 from patcher.ab.server import WarmUp, announce_plugin, warm_up
 from patcher.bench import PatcherError, UsageError
@@ -42,7 +41,6 @@ from patcher.integrate import vllm as vllm_plugin
 @pytest.fixture(autouse=True)
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by_doubles(tmp_path, monkeypatch)
-    monkeypatch.setattr(served, "compiles", lambda engine: False)  # doubles start faster
 
 
 def test_warm_up_goes_on_until_nothing_is_faster() -> None:
