@@ -109,9 +109,9 @@ def say(tolerance):
 
 WORDS = ("compilation_error", "runtime_error", "correctness_issue", "max_difference")
 accepted, why = say(None)
-loose, _ = say(1e-2)
+loose, loose_why = say(1e-2)
 with open("verdict.json", "w") as file:
-    json.dump({"accepted": accepted, "why": why, "loose": loose}, file)
+    json.dump({"accepted": accepted, "why": why, "loose": loose, "loose_why": loose_why}, file)
 """
 
 
@@ -123,6 +123,7 @@ class OwnCheck(Record):
     why: str = ""
     loose: bool | None = None
     """Within 1e-2, where KernelBench's code was asked."""
+    loose_why: str = ""
     by: Literal["form", "kernelbench"] = "form"
     """A check of the same form, or KernelBench's own code."""
 

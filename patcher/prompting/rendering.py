@@ -90,13 +90,10 @@ class Prompts:
         self._known = self._part("known_kernels", kernels=known_kernels, beaten=self._to_beat)
 
     def head(self, prompt: str) -> int:
-        """Characters at a prompt's beginning that all questions on this op have, or that all but
-        the analyst's have.
-        """
+        """Characters at a prompt's beginning that all questions on this op have."""
         task = self._template("task.md.j2")
-        rules = self._template(f"rules_{self.language}.md.j2")
-        heads = (f"{task}\n{rules}", task)
-        return next((len(head) for head in heads if prompt.startswith(head)), 0)
+        head = f"{task}\n{self._template(f'rules_{self.language}.md.j2')}"
+        return len(head) if prompt.startswith(head) else 0
 
     def system(self, role: Role) -> str:
         return self._template("system.md.j2", role=role)

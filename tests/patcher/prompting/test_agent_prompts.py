@@ -73,13 +73,12 @@ def test_all_prompts_of_an_op_begin_alike() -> None:
         made.diagnose("int x;", wrong),
         made.optimize("int x;", right, None, (), None),
         made.combine([("int x;", right), ("int y;", right)], (), None),
+        made.analyse("int x;", right, ()),
     ]
     [head] = {prompt[: made.head(prompt)] for prompt in asked}
     assert "The reference, in PyTorch:" in head
     assert len(head) > 3000
-    analysts = made.analyse("int x;", right, ())
-    assert 0 < made.head(analysts) < len(head)
-    assert head.startswith(analysts[: made.head(analysts)])
+    assert "Rules for C++" in head
     assert made.head("Another text of the user's.") == 0
 
 
