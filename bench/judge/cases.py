@@ -82,6 +82,10 @@ class Secrets:
         return self.random.sample(range(sets), self.random.randint(min(least, sets), sets))
 
 
+def reseeded(case: Case, draw: Secrets) -> Case:
+    return Case(case.point, case.regime, draw.seed(), case.scalars, case.placed)
+
+
 def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> list[Case]:
     """Every swept point, every regime, the hidden shapes in every dtype of the contract, points
     drawn anew, and every placement that it allows, in random order. `rounds` repeats them.

@@ -22,14 +22,15 @@ from patcher.bench.judge import JudgeSettings, Progress, Stopwatch
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
-from patcher.bench.judge.cases import Case, Secrets
+from patcher.bench.judge.cases import Case, Secrets, reseeded
 from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.engine_cases import recorded_cases, told
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.regimes import require_seeded
-from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
+from patcher.bench.judge.reloading import load_again
+from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong
 from patcher.bench.judge.tripwires import Tripwires
 from patcher.bench.judge.zygote import Limits, RunnerFailure, Zygote
 from patcher.bench.machine.clocks import ClockMonitor
@@ -162,6 +163,7 @@ class Judge:
                 if recorded[0]:
                     trial.correct(recorded[0], report, "recorded")
                 trial.repeats(seen.declares_nondeterminism)
+                load_again(trial, built, cases, seen.declares_nondeterminism)
                 baseline, times, name = self._baseline(op, sweep, state.device, report)
                 more = {"baseline": name, "baselines": times, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:

@@ -110,6 +110,10 @@ class Trial:
         portable = self.state.device == "cuda" and self.settings.device_code
         self.runner.start(self.settings.threads, cpus, portable)
         self.state.sandbox = self.runner.confinement
+        self.load_build(built, "load")
+
+    def load_build(self, built: Built, check: str) -> None:
+        """Load a build into the runner, in place of the one before."""
         place = str(placed(built, self.runner.folder))
         try:
             limit = self.settings.load_timeout_s
@@ -117,7 +121,7 @@ class Trial:
                 "candidate", limit, path=place, binding=built.binding, entry=self.op.name
             )
         except RunnerFailure as failure:
-            raise self._failed(failure, "load", failure.message) from failure
+            raise self._failed(failure, check, failure.message) from failure
 
     def correct(self, cases: Sequence[Case], report: Progress, name: str = "values") -> None:
         """Check every case against float64; the first error decides."""
@@ -128,8 +132,8 @@ class Trial:
 
     def _one(self, case: Case, name: str) -> None:
         op = self.op
-        sets = self._made([case])
-        left = self._called(sets)
+        sets = self.made([case])
+        left = self.called(sets)
         inputs = sets.inputs[0]
         expected = cases_.expect(op, case, inputs)
         if problem := sets.problem_with([expected], left, [0]):
@@ -142,10 +146,10 @@ class Trial:
             self.planted += 1
             self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
 
-    def _made(self, cases: Sequence[Case]) -> CallSets:
+    def made(self, cases: Sequence[Case]) -> CallSets:
         return CallSets.made(self.op, cases, self.state.device, self.stock)
 
-    def _called(self, sets: CallSets) -> Left:
+    def called(self, sets: CallSets) -> Left:
         count = len(sets.cases)
         try:
             late = self.state.candidate.language.traits.compiles_late
@@ -179,8 +183,8 @@ class Trial:
         scalars = self.op.served_scalars
         differ = []
         for point in (self.sweep.points()[0], self.sweep.points()[-1]):
-            sets = self._made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)
-            blocks = [block for _ in range(rounds) for block in self._called(sets).blocks]
+            sets = self.made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)
+            blocks = [block for _ in range(rounds) for block in self.called(sets).blocks]
             differ += [point.label() for block in blocks[1:] if (block != blocks[0]).any()]
         return differ
 
@@ -260,8 +264,8 @@ class Trial:
             if self.calls >= enough and time.monotonic() >= until:
                 return
             count = soaked_sets(cases_.tensors_of(op, point))
-            sets = self._made(fresh(op, point, count, self.draw))
-            if problem := sets.problem(self._called(sets)):
+            sets = self.made(fresh(op, point, count, self.draw))
+            if problem := sets.problem(self.called(sets)):
                 raise _wrong(problem, "values after", f"{point.label()} after {self.calls} calls")
             self.calls += count
 
@@ -330,10 +334,6 @@ class Trial:
         forged = isinstance(failure, ForgedReplyError)
         outcome = Outcome.GUARD_VIOLATION if forged else Outcome.RUNTIME_ERROR
         return Wrong(outcome, "channel" if forged else check, detail, _log(failure, self.runner))
-
-
-def reseeded(case: Case, draw: Secrets) -> Case:
-    return Case(case.point, case.regime, draw.seed(), case.scalars, case.placed)
 
 
 def _wrong(problem: tuple[str, str], values: str, where: str) -> Wrong:

@@ -111,7 +111,11 @@ class Session(Carrying, Probing):
         return ""
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
-        """Load a candidate's build."""
+        """Load a candidate's build, in place of the one before."""
+        if self.function is not None:
+            self.function = self.captured = self.ready = None
+            gc.unfreeze()
+            gc.collect()
         with self._own_memory():
             self.function = loading.load(path, binding, entry)
         gc.freeze()  # collecting the loaded modules would take 0.1 s between calls
@@ -337,8 +341,7 @@ class Session(Carrying, Probing):
         self.cuda.synchronize()
 
     def _hand_back(self, left: Arena, key: int) -> dict[str, Any]:
-        """A sum of the returned bytes as they were given, and digests of the tensors that are not
-        returned."""
+        """A sum of the returned bytes as they were given, and digests of the other tensors."""
         given = self.exchange.summed(left, self.mixer, key)
         return {"sum": given, "digests": left.digests(self.mixer, key)}
 

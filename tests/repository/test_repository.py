@@ -129,7 +129,7 @@ def part(file: str) -> str:
     return "" if rest in ("", INIT) else f"{top}/{rest.split('/')[0].removesuffix('.py')}"
 
 
-def test_evaluate_reaches_at_most_101_files() -> None:
+def test_evaluate_reaches_at_most_102_files() -> None:
     """Its own file, the command line's, and all that these import, late imports included."""
     todo = [ROOT / "patcher" / "cli.py", ROOT / "patcher" / "commands" / "evaluate.py"]
     reached: set[Path] = set()
@@ -139,7 +139,7 @@ def test_evaluate_reaches_at_most_101_files() -> None:
             reached.add(path)
             todo += imported_files(path)
     assert ROOT / "bench" / "judge" / "judge.py" in reached
-    assert len(reached) <= 101, sorted(str(path.relative_to(ROOT)) for path in reached)
+    assert len(reached) <= 102, sorted(str(path.relative_to(ROOT)) for path in reached)
 
 
 def imported_files(path: Path) -> Iterator[Path]:

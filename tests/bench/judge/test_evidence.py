@@ -339,6 +339,7 @@ def test_who_escapes_racecheck_is_looked_at_longer(
     aside = Sanitized(outcome=None, detail="set aside", set_aside=True)
     monkeypatch.setattr(Trial, "sanitized", lambda self, *_: self.believed(aside))
     monkeypatch.setattr(Trial, "repeats", lambda *_: None)
+    monkeypatch.setattr("patcher.bench.judge.judge.load_again", lambda *_: None)
     settings = JudgeSettings(device="cpu", points=1, sanitize=True, calls=10, lives_s=0)
     verdict = evaluate(candidate_of(RIGHT.replace("{noise}", noise)), settings)
     [check] = [one for one in verdict.checks if one.name == "sanitizer"]
