@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import lzma
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from patcher.bench.lab.ablations import BASE, VARIANTS, AblationPlan, main, rows
 from patcher.bench.lab.loop_runs import geomean_of, mean_of, share_of
 from patcher.kernel_search import stage
 from patcher.settings import resolve
+
+KEPT = Path(__file__).parents[3] / "bench/results/loop"
 
 
 class FixedJudge:
@@ -168,3 +172,34 @@ def test_every_variant_names_settings_that_there_are() -> None:
     assert set(VARIANTS) >= {BASE, "no analyst", "no counters", "no memory", "beam", "evolve"}
     for variant in VARIANTS.values():
         resolve(dict(variant.settings))
+
+
+def test_what_each_part_brings_on_a_gpu() -> None:
+    kept = json.loads(lzma.decompress((KEPT / "ablations-gpu.json.xz").read_bytes()))
+    page = (KEPT / "README.md").read_text(encoding="utf-8")
+    _, _, page = page.partition("## What each part brings, on a GPU")
+    loops = {(each["variant"], each["op"]): each for each in kept["loops"]}
+    ops = sorted({op for _, op in loops})
+    best = {place: max(each["speedups"][1:]) for place, each in loops.items()}
+    for name, asked in kept["asked"].items():
+        firsts = [
+            [each["speedups"][0] for (_, op), each in loops.items() if op == at] for at in ops
+        ]
+        bases = [math.exp(sum(map(math.log, three)) / 3) for three in firsts]
+        gain = geomean_of([best[name, op] / base for op, base in zip(ops, bases, strict=True)], ops)
+        against = geomean_of([best[name, op] / best["no analyst", op] for op in ops], ops)
+        thousands = (asked["prompt_bytes"] + asked["reply_bytes"]) / 3500 / 5
+        [line] = [line for line in page.splitlines() if line.startswith(f"| {name}")]
+        assert f"| {gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f}) |" in line
+        if name != "no analyst":
+            assert f"| {against.value:.2f} ({against.low:.2f} to {against.high:.2f}) |" in line
+        assert f"| {asked['prompts'] // 5}, {thousands:.0f} |" in line
+    advised = [each for each in loops.values() if "advice" in each]
+    slower = sum(each["speedups"][1] < each["speedups"][0] for each in advised)
+    met = sum(
+        measured >= advice["expected"]
+        for each in advised
+        for advice, measured in zip(each["advice"], each["speedups"][1:], strict=True)
+    )
+    assert (len(advised), slower, met) == (10, 7, 1)
+    assert "seven of ten candidates were slower for it, and one of 20 expectations" in page

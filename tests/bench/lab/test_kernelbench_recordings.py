@@ -154,7 +154,7 @@ def test_the_page_says_what_the_loops_came_to(
     first: list[float] = []
     best: list[float] = []
     in_column: list[float] = []
-    count = right = 0
+    count = right = asking = 0
     for problem, folder in zip(problems, folders, strict=True):
         made, judged = read(folder), verdicts(folder)
         assert (made.language, made.search.strategy, made.iterations) == ("triton", "refine", 5)
@@ -162,6 +162,7 @@ def test_the_page_says_what_the_loops_came_to(
         tried = made.optimisation.iterations
         for one, source in zip(tried, sources(folder, made.op), strict=True):
             count += 1
+            asking += "triton.tools.tensor_descriptor" in source
             if one.geomean_speedup is None:
                 told.append("wrong")
                 continue
@@ -183,6 +184,7 @@ def test_the_page_says_what_the_loops_came_to(
         [bold] = re.findall(r"\*\*([\d.]+)\*\*", row[1])
         assert bold == f"{best[-1]:.2f}"
     assert f"Of {count} candidates {right} are right" in PAGE
+    assert f"{asking} of these {count} candidates ask that question" in PAGE
     assert f"reaches {100 * max(half_widths):.1f} % to either side at most" in PAGE
     whole, kept = bootstrap_geomean(best), bootstrap_geomean(in_column)
     for where in (PAGE, RESULTS):
@@ -236,3 +238,19 @@ def test_what_kernelbench_said_is_as_the_page_says(loops: Path) -> None:
     for right, word in ((True, "right"), (False, "wrong")):
         cells = [counts[right, what] for what in ("asked", "1e-4", "1e-2")]
         assert f"| {word}, {cells[0]} | {cells[1]} | {cells[2]} |" in PAGE
+
+
+def test_what_tf32_itself_gains_is_as_the_page_says(loops: Path) -> None:
+    plain = json.loads((KEPT / "kernelbench-fp32.json").read_text(encoding="utf-8"))["rows"]
+    known = {f"{row['op']}_tf32": row for row in plain}
+    gains = []
+    for folder in sorted(loops.iterdir()):
+        made = read(folder)
+        if (row := known.get(made.op)) is None:
+            continue
+        right = [each for each in verdicts(folder).values() if each.right]
+        [timing] = max(right, key=lambda each: each.geomean_speedup or 0).timings
+        assert timing.axes == {"x_0": row["x_0"]}
+        gains.append(row["baseline_us"] / timing.baseline_us)
+    found = bootstrap_geomean(gains)
+    assert f"to {found.value:.2f}x ({interval(found)}, bootstrap over {len(gains)} prob" in PAGE
