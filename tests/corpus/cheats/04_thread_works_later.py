@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, mismatch
-# caught: values, timed outputs, clocks, guards
+# caught: values, timed outputs, clocks, guards, determinism, loaded again
 import threading
 
 import torch
