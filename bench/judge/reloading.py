@@ -48,7 +48,7 @@ def load_again(trial: Trial, built: Built, cases: Sequence[Case], declared: bool
     tried = [Case(point, "normal", draw.seed(), trial.op.served_scalars) for point in swept]
     tried += draw.random.sample(cases, min(CASES, len(cases)))
     before = [_digest(trial, case) for case in tried]
-    trial.load_build(built, CHECK)
+    trial.load_build(CHECK)
     trial.begin = time.monotonic()
     for case, digest in zip(tried, before, strict=True):
         if _digest(trial, case) != digest and not loose:

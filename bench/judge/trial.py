@@ -105,21 +105,21 @@ class Trial:
         self.stock = RandomPool(op, sweep, state.device, draw)
         self.traced = self.followed = self.graded = ""
         """Results of CUPTI, of the late-writing kernel and of the hand-over, if they were run."""
+        self.told: dict[str, Any] = {}
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         portable = self.state.device == "cuda" and self.settings.device_code
         self.runner.start(self.settings.threads, cpus, portable)
         self.state.sandbox = self.runner.confinement
-        self.load_build(built, "load")
-
-    def load_build(self, built: Built, check: str) -> None:
-        """Load a build into the runner, in place of the one before."""
         place = str(placed(built, self.runner.folder))
+        self.told = {"path": place, "binding": built.binding, "entry": self.op.name}
+        self.load_build("load")
+
+    def load_build(self, check: str) -> None:
+        """Load the build into the runner, again if it was loaded before. Its file is the one that
+        was placed at first: the folder is the candidate's own since then."""
         try:
-            limit = self.settings.load_timeout_s
-            self.runner.command(
-                "candidate", limit, path=place, binding=built.binding, entry=self.op.name
-            )
+            self.runner.command("candidate", self.settings.load_timeout_s, **self.told)
         except RunnerFailure as failure:
             raise self._failed(failure, check, failure.message) from failure
 

@@ -193,11 +193,17 @@ def environment(kit: Path, device: str) -> dict[str, str]:
 
 
 def placed(built: Built, folder: Path) -> Path:
-    """Copy a build into a folder that the sandbox can read."""
+    """Copy a build into a folder that the sandbox can read, before any foreign code: that may leave
+    a link there, which would be followed outside of the sandbox.
+
+    Raises:
+        FileExistsError: something has its name already.
+    """
     assert built.path is not None
     target = folder / built.path.name
-    shutil.copyfile(built.path, target)
-    target.chmod(0o755)
+    with target.open("xb") as file:
+        file.write(built.path.read_bytes())
+        os.fchmod(file.fileno(), 0o755)
     return target
 
 
