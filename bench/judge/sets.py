@@ -182,6 +182,10 @@ class CallSets:
                     return f"changed {name}, which the contract says is only read, or around it"
         return f"gave no digest of {', '.join(names)}"
 
+    def bits(self, left: Left) -> int:
+        """A digest of what the first set's call left, by the secret seed of its case as the key."""
+        return Mixer().digest(left.blocks[0], self.cases[0].seed)
+
     def add_outputs(self, left: Left, digest: Any) -> None:
         """Add the written values to a digest of everything compared."""
         written = {tensor.name for tensor in self.op.contract.written}
