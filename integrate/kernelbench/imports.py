@@ -15,8 +15,6 @@ from patcher.integrate.kernelbench.problem import (
     may_be_problem,
     read_problem,
     size_names,
-    trace,
-    trace_own,
 )
 from patcher.integrate.kernelbench.sol_execbench import (
     is_sol,
@@ -24,6 +22,7 @@ from patcher.integrate.kernelbench.sol_execbench import (
     sol_problems,
     sol_size_names,
 )
+from patcher.integrate.kernelbench.tracing import trace, trace_own
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,27 @@
-"""A KernelBench problem file: its sizes by name, and its trace, which the sandbox makes.
+"""A KernelBench problem file: its sizes by name, and its trace as data, which `tracing.py` makes.
 
-The file is a stranger's code. Here it is only parsed; `runner` runs it under
-`patcher.bench.sandbox`, as compilers run: no network, no GPU, no file but its own, limits on
-memory and time. What comes back is data that nobody vouches for: `ProblemTrace` checks each field,
-and `written.py` writes the reference anew from a list of operators that only compute.
+The file is a stranger's code, and here it is only parsed. Nobody vouches for its trace:
+`ProblemTrace` checks each field, and `written.py` writes the reference anew from a list of
+operators that only compute.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from patcher.bench import Record, parse_json, problem, read_source
-from patcher.bench.sandbox import plain_file, strangers_folder
-from patcher.bench.toolchains.compilers import run_compiler
+from patcher.bench import Record, read_source
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.names import identifier
 
-TRACE_S = 300.0
-"""Time limit in seconds of one trace."""
 SMALLEST = 16
 """A scaled size is at least this; smaller sizes (kernel widths, groups) stay as they are."""
-_LINES = 20_000_000
 _LEVELS = 60
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
 Target = Annotated[str, Field(pattern=r"^[\w.+-]{1,200}$")]
@@ -259,55 +250,6 @@ class _Scaled(ast.NodeTransformer):
         if type(node.value) is int and node.value // self.scale >= SMALLEST:
             return ast.Constant(node.value // self.scale)
         return node
-
-
-def trace_own(path: Path) -> ProblemTrace:
-    """Trace a problem file of ours in this process, without the sandbox.
-
-    Raises:
-        Refused: it cannot be traced.
-    """
-    from patcher.integrate.kernelbench.runner import script
-    from patcher.integrate.kernelbench.runner.values import Unfit
-
-    try:
-        document = json.dumps(script.trace(str(path)), allow_nan=False)
-    except Unfit as reason:
-        raise Refused(plain(str(reason))) from reason
-    except Exception as error:  # torch.export raises what it likes
-        raise Refused(plain(f"{type(error).__name__}: {error}")) from error
-    return ProblemTrace.model_validate(parse_json(document.encode()))
-
-
-def trace(found: Problem) -> ProblemTrace:
-    """Run a problem in the sandbox and check what comes back.
-
-    Raises:
-        Refused: it cannot be traced.
-    """
-    with strangers_folder("patcher-problem-") as work:
-        (work / "problem.py").write_text(found.source, encoding="utf-8")
-        shutil.copytree(
-            Path(__file__).with_name("runner"),
-            work / "patcher_trace",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-        command = [sys.executable, "-P", "-m", "patcher_trace.script", "problem.py", "trace.json"]
-        code, log = run_compiler(command, work, TRACE_S, {"PYTHONPATH": str(work)})
-        told = plain_file(work / "trace.json", _LINES + 1) if code == 0 else None
-        if told is None:
-            last = plain((log.strip().splitlines() or [f"exit code {code}"])[-1])
-            hint = "; a larger --scale may help" if code else ""
-            raise Refused(f"the sandbox ended its trace: {last}{hint}")
-        if len(told) > _LINES:
-            raise Refused("its trace is too large")
-        try:
-            document = parse_json(told)
-            if isinstance(document, dict) and "refused" in document:
-                raise Refused(plain(str(document["refused"])))
-            return ProblemTrace.model_validate(document)
-        except (ValidationError, ValueError) as error:
-            raise Refused(f"its trace is damaged: {problem(error):.200}") from error
 
 
 def plain(text: str) -> str:

@@ -130,6 +130,8 @@ class Graph:
             raise Unfit(f"its {kind} {target[:40]!r} has a name with other than letters, . + -")
         if value.dtype.is_complex:
             raise Unfit(f"{target} is {value.dtype}; an op of this import has real numbers")
+        if sample.numel() == 0:
+            raise Unfit(f"its {kind} {target} is empty, as a cache that holds nothing yet")
         return {
             "node": node.name,
             "kind": kind,

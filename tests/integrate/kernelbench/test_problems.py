@@ -33,9 +33,8 @@ from patcher.integrate.kernelbench.problem import (
     ProblemTrace,
     is_problem,
     read_problem,
-    trace,
-    trace_own,
 )
+from patcher.integrate.kernelbench.tracing import trace, trace_own
 
 PROBLEM = '''import os
 import torch
