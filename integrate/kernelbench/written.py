@@ -115,7 +115,8 @@ class Body:
             raise Refused(f"its graph writes in place ({step.target})")
         if (name, overload) == ("view", "dtype"):
             raise Refused("it reads the bits of a number, which another dtype has not")
-        if name.startswith("_") and name not in PRIVATE:
+        word = name.startswith("__") and name.endswith("__")  # `&` and the like
+        if name.startswith("_") and not word and name not in PRIVATE:
             raise Refused(f"its graph calls PyTorch's private {name}")
         # by its schema, since a size that it is given is a node as well: others write files
         reads = any("Tensor" in str(each.type) for each in found._schema.arguments)

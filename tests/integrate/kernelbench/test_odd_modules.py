@@ -84,6 +84,7 @@ def run(text: str) -> dict[str, Any]:
         ("x", "x * torch.tensor(0.3) + torch.arange(N) / N"),
         ("x, s", "x * s", "[torch.randn(64, N), torch.tensor(2.0)]"),
         ("x", "(x.argmax(1), x.topk(3)[0])"),
+        ("x", "torch.where((x > 0) & (x < 1) | (x > 2) ^ (x > 3), x, -x)"),
     ],
 )  # fmt: skip
 def test_the_module_itself_is_right_both_ways(
