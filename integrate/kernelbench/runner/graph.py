@@ -225,15 +225,29 @@ class Graph:
         values = [each.meta["val"] for each in node.args if hasattr(each, "meta")]
         shapes = [each.shape for each in values if hasattr(each, "shape")]
         result = node.meta.get("val")
+        kind = name.split(".")[1]
+        if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            self._recurrent(shapes[0], [each for each in node.args if isinstance(each, list)][-1])
+            return
+        if kind == "einsum":
+            self._einsum(node.args[0], [each.meta["val"].shape for each in node.args[1]])
+            return
         if not hasattr(result, "shape") or not shapes:
             return
-        kind = name.split(".")[1]
         if kind in ("linear", "mm", "matmul", "bmm", "mv", "dot"):
             self._products(result.shape, [shapes[0][-1]])
         elif kind in ("addmm", "baddbmm"):
             self._products(result.shape, [shapes[1][-1]])
+        elif kind == "scaled_dot_product_attention":
+            keys = shapes[1][-2]
+            self._products([*result.shape[:-1], keys], [shapes[0][-1]])
+            self._products(result.shape, [keys])
+        elif kind in ("cumsum", "logcumsumexp"):
+            self.sums.add(f"({self._size(shapes[0][node.args[1]])})")
         elif "conv_transpose" in kind:
-            self._products(shapes[0], shapes[1][1:])
+            groups = node.args[6] if len(node.args) > 6 else 1
+            length = self._product([shapes[1][0] // groups, *shapes[1][2:]])
+            self._products(shapes[0], shapes[1][1:], length)
         elif kind.startswith("conv"):
             self._products(result.shape, shapes[1][1:])
         else:
@@ -244,10 +258,29 @@ class Graph:
             elif len(shapes[0]) > len(result.shape) or "norm" in kind:
                 self.sums.add(f"({' * '.join(map(self._size, shapes[0][1:])) or '1'})")
 
-    def _products(self, each: Any, terms: Any) -> None:
-        length = " * ".join(map(self._size, terms))
-        self.sums.add(f"({length})")
-        self.flops.append(" * ".join(["2", *map(self._size, each), length]))
+    def _recurrent(self, shape: Any, weights: list[Any]) -> None:
+        for each in weights:
+            matrix = each.meta["val"].shape
+            if len(matrix) == 2:
+                self._products([*shape[:-1], matrix[0]], [matrix[1]])
+
+    def _einsum(self, equation: str, shapes: list[Any]) -> None:
+        given, _, kept = equation.replace(" ", "").partition("->")
+        if "." in equation or "->" not in equation:
+            return
+        sizes: dict[str, Any] = {}
+        for letters, shape in zip(given.split(","), shapes, strict=True):
+            sizes |= zip(letters, shape, strict=True)
+        if summed := [size for letter, size in sizes.items() if letter not in kept]:
+            self._products([sizes[letter] for letter in kept], summed)
+
+    def _products(self, each: Any, terms: Any, summed: str = "") -> None:
+        length = self._product(terms)
+        self.sums.add(f"({summed or length})")
+        self.flops.append(f"2 * {self._product(each)} * {length}")
+
+    def _product(self, sizes: Any) -> str:
+        return " * ".join(map(self._size, sizes))
 
 
 def by_batch(node: Any) -> bool:
