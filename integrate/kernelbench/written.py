@@ -13,28 +13,18 @@ from typing import Any, Literal
 from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.names import identifier
 from patcher.integrate.kernelbench.problem import ProblemTrace, TracedStep, literal
+from patcher.integrate.kernelbench.runner.values import quiet
 
 FACTORIES = ("full", "zeros", "ones", "empty", "arange", "eye", "scalar_tensor", "linspace")
 PRIVATE = ("_to_copy", "_softmax", "_log_softmax", "_unsafe_view", "_assert_tensor_metadata")
 """Operators whose names begin with an underscore and that a graph may hold."""
 BATCH_NORM = "_native_batch_norm_legit_functional"
-DROPOUT = {"scaled_dot_product_attention": (4, "dropout_p")}
-"""Operators that draw random numbers only if this argument is not 0: position and name."""
 NO_RESULT = "_assert_tensor_metadata"
 SIZES = ("sym +", "sym -", "sym *", "sym //", "sym /", "sym %")
 """Arithmetic of sizes."""
 EXACT = ("int64", "int32", "bool")
 _WORD = re.compile(r"[A-Za-z_,.>\- ]{0,200}")
 _TARGET = re.compile(r"aten\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
-
-
-def _silent(name: str, step: TracedStep) -> bool:
-    """Whether an operator with a dropout drops nothing."""
-    if name not in DROPOUT:
-        return False
-    position, word = DROPOUT[name]
-    value = step.arguments[position] if len(step.arguments) > position else {"float": "0.0"}
-    return step.keywords.get(word, value) in ({"float": "0.0"}, 0)
 
 
 class Body:
@@ -109,7 +99,8 @@ class Body:
         if match is None or not isinstance(found, torch._ops.OpOverload):
             raise Refused(f"its graph calls {step.target[:80]!r}, which is no operator of PyTorch")
         name, overload = match[1], match[2]
-        if torch.Tag.nondeterministic_seeded in found.tags and not _silent(name, step):
+        seeded = torch.Tag.nondeterministic_seeded in found.tags
+        if seeded and not quiet(name, step.arguments, step.keywords):
             raise Refused(f"it draws random numbers ({name})")
         if found._schema.is_mutable:
             raise Refused(f"its graph writes in place ({step.target})")

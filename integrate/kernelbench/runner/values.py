@@ -11,8 +11,31 @@ TABLE_BYTES = 1 << 16
 EXACT = ("int64", "int32", "bool", "uint8", "int8", "int16")
 
 
+DROPPED = {1: "p", 2: "train"}
+RECURRENT = {5: "dropout", 6: "train"}
+QUIET = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), DROPPED),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), RECURRENT),
+    "scaled_dot_product_attention": {4: "dropout_p"},
+    "rrelu": {3: "training"},
+}
+"""Operators that draw no random number where one of these arguments is 0 or False: its position and
+name. What is left out is so by default."""
+
+
 class Unfit(Exception):
     """The problem cannot be traced; the message is the reason."""
+
+
+def quiet(name: str, arguments: Any, words: Any) -> bool:
+    """Whether an operator, with arguments of a graph or of its JSON, draws no random number."""
+    for position, word in QUIET.get(name, {}).items():
+        value = arguments[position] if len(arguments) > position else words.get(word, 0)
+        if isinstance(value, dict):
+            value = value.get("float")
+        if value in (0, "0.0"):
+            return True
+    return False
 
 
 def literal(value: Any) -> Any:

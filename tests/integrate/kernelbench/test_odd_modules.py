@@ -33,6 +33,7 @@ class Model(nn.Module):
 def get_inputs(): return INPUTS
 def get_init_inputs(): return []
 """
+N = 32
 X = "[torch.randn(64, N)]"
 LINEAR = "nn.Linear(N, N)"
 COUNTER = "self.n = []; self.step = lambda: self.n.append(1) or len(self.n)"
@@ -85,6 +86,9 @@ def run(text: str) -> dict[str, Any]:
         ("x, s", "x * s", "[torch.randn(64, N), torch.tensor(2.0)]"),
         ("x", "(x.argmax(1), x.topk(3)[0])"),
         ("x", "torch.where((x > 0) & (x < 1) | (x > 2) ^ (x > 3), x, -x)"),
+        ("x", "self.r(x[None])[0][0]", X, "self.r = nn.LSTM(N, 8, 2, bidirectional=True)"),
+        ("x", "self.r(x)[1]", X, "self.r = nn.GRU(N, 8)"),
+        ("x", "self.d(x) + nn.functional.rrelu(x)", X, "self.d = nn.Dropout(0.0)"),
     ],
 )  # fmt: skip
 def test_the_module_itself_is_right_both_ways(
@@ -104,6 +108,34 @@ def test_the_module_itself_is_right_both_ways(
         with torch.no_grad():
             results.append(kind()(*given))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("longest", "flops", "module"),
+    [
+        (N, 2 * 64 * N * 8, ("x, y", "torch.einsum('ij,jk->ik', x, y)",
+         "[torch.randn(64, N), torch.randn(N, 8)]")),
+        (9, 2 * 64 * 9 * 9 * (4 + 5), ("q, k, v",
+         "nn.functional.scaled_dot_product_attention(q, k, v)",
+         "[torch.randn(64, 9, 4), torch.randn(64, 9, 4), torch.randn(64, 9, 5)]")),
+        (48, 2 * 64 * 9 * 3 * 48 * (N + 48), ("x", "self.r(x)[0]", "[torch.randn(64, 9, N)]",
+         "self.r = nn.GRU(N, 48, batch_first=True)")),
+        (N, 0, ("x", "x.cumsum(-1)")),
+        (4 * 3, 2 * 64 * 8 * N * 2 * 3, ("x", "self.c(x)", "[torch.randn(64, 8, N)]",
+         "self.c = nn.ConvTranspose1d(8, 4, 3, groups=2)")),
+    ],
+)  # fmt: skip
+def test_sums_and_products_are_counted_whatever_makes_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    longest: int,
+    flops: int,
+    module: tuple[str, ...],
+) -> None:
+    """By them the judge knows how far a right kernel may be off, and how fast one can be."""
+    contract = imported(tmp_path, monkeypatch, module)[1].contract
+    point = contract.sweeps[0].points()[-1]
+    assert (contract.longest_sum(point), contract.flops(point)) == (longest, flops)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -131,6 +163,10 @@ def test_numbers_that_a_graph_makes_are_as_wide_as_its_others(
         ("any number of inputs", ("*xs", "xs[0] + xs[1]", X + " * 2")),
         ("other numbers than the module", ("x", "x * self.step()", X, COUNTER)),
         ("depend on values", ("x", "x[x > 0]")),
+        ("random", ("x", "self.r(x)[0]", X, "self.r = nn.LSTM(N, 8, 2, dropout=0.1)")),
+        ("random", ("x", "self.d(x)", X, "self.d = nn.Dropout(0.1)")),
+        ("other numbers than the module", ("x", "self.r(x)[0] * self.step()", X,
+         f"{COUNTER}; self.r = nn.GRU(N, 8)")),
         ("offsets or lengths", ("w, x, o", "nn.functional.embedding_bag(x, w, o)",
          "[torch.rand(9, 8), torch.randint(0, 9, (64,)), torch.arange(0, 64, 4)]")),
     ],
