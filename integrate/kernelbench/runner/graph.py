@@ -232,6 +232,9 @@ class Graph:
         if kind == "einsum":
             self._einsum(node.args[0], [each.meta["val"].shape for each in node.args[1]])
             return
+        if terms := _normalised(node, kind, shapes):
+            self.sums.add(f"({self._product(terms)})")
+            return
         if not hasattr(result, "shape") or not shapes:
             return
         if kind in ("linear", "mm", "matmul", "bmm", "mv", "dot"):
@@ -281,6 +284,17 @@ class Graph:
 
     def _product(self, sizes: Any) -> str:
         return " * ".join(map(self._size, sizes))
+
+
+def _normalised(node: Any, kind: str, shapes: list[Any]) -> list[Any]:
+    """Sizes over which a norm sums; none of another operator."""
+    if kind in ("layer_norm", "rms_norm"):
+        return list(node.args[1])
+    if kind == "group_norm":
+        return [shapes[0][1] // node.args[1], *shapes[0][2:]]
+    if kind == "instance_norm":
+        return list(shapes[0][2:])
+    return [shapes[0][0], *shapes[0][2:]] if by_batch(node) else []
 
 
 def by_batch(node: Any) -> bool:
