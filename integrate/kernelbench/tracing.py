@@ -28,7 +28,6 @@ from patcher.integrate.kernelbench.problem import Problem, ProblemTrace, plain
 TRACE_S = 300.0
 """Time limit in seconds of one trace."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""There is no network in the sandbox, so that libraries need not try for minutes."""
 _ADVICE = (
     (
         re.compile(
@@ -43,12 +42,7 @@ _ADVICE = (
         "that the file holds, as by AutoModelForCausalLM.from_config(GPT2Config()).eval(), and "
         "call it with use_cache=False",
     ),
-    (
-        re.compile(r"name resolution|urlopen|ConnectionError|Network is unreachable"),
-        "the sandbox has no network; let the file make what it loads",
-    ),
 )
-"""What a reason in a stranger's words means here, and what can be done."""
 _BYTES = 20_000_000
 _RUNNER = Path(__file__).with_name("runner")
 
@@ -83,13 +77,13 @@ def trace(found: Problem) -> ProblemTrace:
         try:
             return _checked(told)
         except Refused:
-            pass  # damaged since: it is traced again
+            pass  # damaged since
     told = _run(found.source)
     traced = _checked(told)
     try:
         write_atomically(kept, told)
     except OSError:
-        return traced  # a full or read-only cache costs time only
+        return traced  # without a cache it costs time only
     return traced
 
 
@@ -138,6 +132,6 @@ def _key(source: str) -> str:
 
 @cache
 def _installed() -> list[str]:
-    """Python and every package by version: a problem may import any of them."""
+    """A problem may import any of them."""
     found = importlib.metadata.distributions()
     return [sys.version, *sorted({f"{each.name} {each.version}" for each in found})]

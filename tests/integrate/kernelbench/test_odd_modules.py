@@ -124,7 +124,6 @@ def test_the_module_itself_is_right_both_ways(
         (N, 0, ("x", "self.m(x)", "[torch.randn(64, 9, N)]", "self.m = nn.LayerNorm(N)")),
         (2 * N, 0, ("x", "self.m(x)", "[torch.randn(64, 8, N)]", "self.m = nn.GroupNorm(4, 8)")),
         (N, 0, ("x", "self.m(x)", "[torch.randn(64, 8, N)]", "self.m = nn.InstanceNorm1d(8)")),
-        (64 * N, 0, ("x", "self.m(x)", "[torch.randn(64, 8, N)]", "self.m = nn.BatchNorm1d(8)")),
         (4 * 3, 2 * 64 * 8 * N * 2 * 3, ("x", "self.c(x)", "[torch.randn(64, 8, N)]",
          "self.c = nn.ConvTranspose1d(8, 4, 3, groups=2)")),
     ],
@@ -136,7 +135,6 @@ def test_sums_and_products_are_counted_whatever_makes_them(
     flops: int,
     module: tuple[str, ...],
 ) -> None:
-    """By them the judge knows how far a right kernel may be off, and how fast one can be."""
     contract = imported(tmp_path, monkeypatch, module)[1].contract
     point = contract.sweeps[0].points()[-1]
     assert (contract.longest_sum(point), contract.flops(point)) == (longest, flops)

@@ -1,4 +1,4 @@
-"""Traces that are kept, and refusals that name what can be done."""
+"""Traces that are kept, and refusals."""
 
 from __future__ import annotations
 
@@ -47,14 +47,6 @@ def test_a_trace_is_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 tracing.trace(problem(PROBLEM.replace("SIZE", "64, 8")))
     assert tracing.trace(problem(PROBLEM.replace("SIZE", "64, 8"))) == first
     assert json.loads(kept.read_text())["steps"]
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "traces").write_text("no folder")
-    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path))
-    assert tracing.trace(problem(PROBLEM.replace("SIZE", "64, 8"))).steps
 
 
 @pytest.mark.parametrize(
