@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from patcher.agent import recorded_stop
 from patcher.attempts import Attempt
 from patcher.bench import SCHEMA_VERSION, Outcome, Record
+from patcher.models.batch_questions import waiting_batches
 from patcher.models.ceilings import CostLedger, account
 from patcher.runs.journal import Event, State, fold
 from patcher.runs.run import Run
@@ -37,6 +38,8 @@ class Status(Record):
     spent_usd: float
     """The most that it can have cost: the sum of the ledger's columns."""
     ledger: CostLedger = Field(default_factory=CostLedger)
+    batches: tuple[str, ...] = ()
+    """Sent, and not answered yet."""
 
     def sentence(self) -> str:
         """For people."""
@@ -50,6 +53,8 @@ class Status(Record):
             case "finished":
                 said += "is finished"
         best = f", best {self.best_speedup:.3f}x" if self.best_speedup else ""
+        if self.batches:
+            said += f"; waiting for {', '.join(self.batches)}"
         money = self.ledger.sentence()
         spent = f"; {money}" if money else ""
         return f"{said} ({self.candidates} candidates{best}{spent})"
@@ -79,6 +84,7 @@ def status(run: Run) -> Status:
         best_speedup=best.geomean_speedup if best else None,
         spent_usd=ledger.most_usd,
         ledger=ledger,
+        batches=waiting_batches(events),
     )
 
 

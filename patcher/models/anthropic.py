@@ -166,7 +166,8 @@ class AnthropicBatches(BatchEndpoint):
         for each in self.listed("after_id", self._batches.list, self._created_s, since_s):
             counts = each.get("request_counts")
             known = counts.values() if isinstance(counts, dict) else ()
-            if sum(one for one in known if type(one) is int) != count:
+            whole = [one for one in known if type(one) is int]
+            if whole and sum(whole) != count:
                 continue
             name = self.name_of(each)
             state = BatchState(ended=each.get("processing_status") == "ended")

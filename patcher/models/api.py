@@ -79,6 +79,10 @@ class ApiModel(ABC):
         }
         """For the SDK's client."""
 
+    def holds_key(self, text: str) -> bool:
+        """Whether a plain text has the key in it, or half of it."""
+        return self._clean.text(text) != text
+
     def worst_tokens(self, request: Request) -> int:
         """An upper bound: a tokenizer over bytes makes no more tokens than bytes."""
         return self._worst_input(request) + self._room(request)

@@ -10,75 +10,30 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import TypeVar
 
 from patcher.bench import BudgetError, PatcherError, UsageError, WaitingError
 from patcher.models import ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.batch_endpoint import HINT, BatchLine, BatchResults, BatchState
+from patcher.models.batch_questions import BATCH, SentQuestion, sent_questions
 from patcher.models.budget import Budget
-from patcher.models.ceilings import RESERVED, SPENT, Amount
+from patcher.models.ceilings import Amount
+from patcher.models.faults import NoBatchError, words_of
+from patcher.models.gate import inside
 from patcher.models.retry import TRIES, Clock, TimeUp, pause_s
-from patcher.runs.journal import Event
 
-BATCH = "batch"
-"""The subject of notes on batches."""
 POLL_S = 30.0
 """Between two looks at a batch that is waited for."""
 LOOK_LIMIT_S = 1800.0
 """The longest that one look may take, or one reading of results."""
+SETTLE_S, SETTLED_S = 60.0, 3600.0
+"""How long a batch may be on its way to the list, and when not."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SentQuestion:
-    """A question in a batch, by the journal."""
-
-    tag: str
-    """Of the batch: ours, drawn when it was begun."""
-    custom_id: str
-    """Of the question, within the batch."""
-    digest: str
-    """`Request.digest`."""
-    model: str
-    sending: int = 0
-    """Questions of a batch that was about to be sent; 0: it never was."""
-    since_s: float = 0.0
-    """When, in Unix time."""
-    batch: str | None = None
-    """As its server names it; None: not known."""
-
-    def is_beside(self, custom_id: str) -> bool:
-        """Whether a question of that name is of the same batch."""
-        head, _, number = custom_id.rpartition("-")
-        return head == self.tag and number.isdecimal() and int(number[:9]) < self.sending
-
-
-def sent_questions(events: Iterable[Event]) -> dict[str, SentQuestion]:
-    """The questions that wait for their answers, by step."""
-    found: dict[str, SentQuestion] = {}
-    for event in events:
-        data = event.data
-        if event.kind != "note":
-            continue
-        if event.step == BATCH and "tag" in data:
-            more: dict[str, object] = {"batch": data.get("id")}
-            if "id" not in data:
-                more["sending"] = data["sending"]
-                more["since_s"] = datetime.fromisoformat(event.time).timestamp()
-            for step, each in found.items():
-                if each.tag == data["tag"]:
-                    found[step] = replace(each, **more)  # type: ignore[arg-type]
-        elif f"{RESERVED}_usd" in data or f"{SPENT}_usd" in data:
-            found.pop(event.step, None)
-            if "tag" in data:
-                known = {name: data[name] for name in ("tag", "custom_id", "digest", "model")}
-                found[event.step] = SentQuestion(**known)
-    return found
 
 
 @dataclass
@@ -118,8 +73,9 @@ class Batches:
         """Whether the question of this step was sent in a batch and has no answer yet."""
         return step in sent_questions(self._budget.run.events)
 
-    def reply(self, model: ApiModel, request: Request) -> Reply:
-        """The answer, if it is there. A question that was not sent is kept for `answered`.
+    def reply(self, model: ApiModel, request: Request) -> Reply | None:
+        """The answer, if it is there. A question that was not sent is kept for `answered`. None: it
+        is to be asked without a batch, as its model's entry has none any more.
 
         Raises:
             WaitingError: it is not.
@@ -129,20 +85,26 @@ class Batches:
         sent = sent_questions(self._budget.run.events).get(request.step)
         if sent and not any(sent.tag == each.tag for each in self._queue):
             same = (sent.digest, sent.model) == (request.digest, model.name)
-            if same and sent.sending and not sent.batch:
-                sent = self._look_for(model, sent)
+            try:
+                if same and sent.sending and not sent.batch:
+                    sent = self._look_for(model, sent)
+                if same and sent.batch:
+                    line = self._line(model, sent, sent.batch)
+                    return self._read(model, request, sent, line)
+            except NoBatchError:
+                if model.entry.batch:
+                    raise
+                self._say(f"{request.step}: its batch is given up, and it is asked again")
             if not (sent.sending or sent.batch):  # killed before it was sent
                 self._budget.spend(request.step, Amount(), Amount())
-            elif not same:
-                self._say(f"{request.step} changed since it was sent in a batch: it is asked again")
-                self._book_failure(request.step, charged=True)
             else:
-                assert sent.batch is not None
-                line = self._line(model, sent, sent.batch)
-                return self._read(model, request, line)
-        if not (sent and any(sent.custom_id in each.asked for each in self._queue)):
-            self._enqueue(model, request)
-        raise _waiting(model, request.step)
+                if not same:
+                    self._say(f"{request.step} changed since it was sent: it is asked again")
+                self._book_failure(request.step, charged=True)
+        if sent and any(sent.custom_id in each.asked for each in self._queue):
+            raise _waiting(model, request.step)
+        self._again(model, request)
+        return None
 
     def answered(self) -> bool:
         """Send what was kept, and wait for answers as long as the models' entries say. Returns
@@ -157,20 +119,31 @@ class Batches:
         longest = max(
             (60 * each.entry.batch_wait_minutes for each in self._running.values()), default=0.0
         )
-        waited = 0.0
+        waited, pause = 0.0, POLL_S
         while waited < longest:
-            pause = min(POLL_S, longest - waited)
+            pause = min(pause, longest - waited)
             try:
-                self._budget.spend_time(BATCH, "waiting for a batch", pause)
+                self._pause(pause, "waiting for a batch")
+                waited, pause = waited + pause, POLL_S
+                ended = any(self._state(each, name).ended for name, each in self._running.items())
             except BudgetError as error:
                 self._say(f"no longer waiting for a batch: {error.message}")
                 return False
-            self._clock.sleep(pause)
-            waited += pause
-            if any(self._state(model, batch).ended for batch, model in self._running.items()):
+            except ModelError as error:  # a server that is down for a while
+                pause = max(POLL_S, error.retry_after_s or 0.0)
+                self._say(f"{error.message}; the batch is looked at again in {pause:.0f} s")
+                continue
+            if ended:
                 self._running.clear()
                 return True
         return False
+
+    def _again(self, model: ApiModel, request: Request) -> None:
+        """Keep a question for the next batch; None where its model has none any more."""
+        if not model.entry.batch:
+            return
+        self._enqueue(model, request)
+        raise _waiting(model, request.step)
 
     def _enqueue(self, model: ApiModel, request: Request) -> None:
         outgoing = next((each for each in self._queue if each.model is model), None)
@@ -196,10 +169,12 @@ class Batches:
         try:
             name = self._patiently(
                 lambda: endpoint.create(outgoing.tag, outgoing.asked),
-                lambda error: not error.charged,
+                # a server that fails in itself may have taken it
+                lambda error: not error.charged and error.trouble != "server",
             )
         except PatcherError as error:
-            if not getattr(error, "charged", False):
+            maybe = isinstance(error, ModelError) and (error.charged or error.trouble == "server")
+            if not maybe:
                 for request in outgoing.asked.values():
                     self._budget.spend(request.step, Amount(), Amount())
             raise
@@ -218,10 +193,15 @@ class Batches:
                 raise _broke_off(name)
             return bool(found.lines)
 
+        def find() -> str | None:
+            return endpoint.find(sent.tag, sent.sending, sent.since_s, is_ours)
+
         endpoint, run = model.batch_endpoint(), self._budget.run
-        name = self._patiently(
-            lambda: endpoint.find(sent.tag, sent.sending, sent.since_s, is_ours), lambda _: True
-        )
+        name = self._patiently(find, lambda _: True)
+        if name is None and time.time() - sent.since_s < SETTLED_S:
+            self._say(f"{model.name} has no such batch; looking again in {SETTLE_S:.0f} s")
+            self._pause(SETTLE_S)
+            name = self._patiently(find, lambda _: True)
         if name is None:
             run.note(BATCH, tag=sent.tag, sending=0)
             return replace(sent, sending=0)
@@ -261,7 +241,9 @@ class Batches:
                 self._say(f"{found.strangers} lines of the batch {batch} answer no question of it")
         return found.lines.get(sent.custom_id, BatchLine(gone=state.gone or "missing"))
 
-    def _read(self, model: ApiModel, request: Request, line: BatchLine) -> Reply:
+    def _read(
+        self, model: ApiModel, request: Request, sent: SentQuestion, line: BatchLine
+    ) -> Reply | None:
         """The reply in a line; what failed and may be asked again goes into the next batch."""
         try:
             if line.gone == "canceled":
@@ -276,12 +258,27 @@ class Batches:
             return model.reply_in_batch(request, line.status, line.body)
         except PatcherError as error:
             trouble = error.trouble if isinstance(error, ModelError) else None
-            self._book_failure(request.step, trouble, charged=getattr(error, "charged", False))
+            charged = getattr(error, "charged", False)
+            self._book_failure(request.step, trouble, charged=charged)
             if trouble is None or self._failures(request.step, trouble) >= TRIES[trouble][0]:
+                for step in self._failed_alike(sent, line):  # one resume asks them all again
+                    self._book_failure(step, trouble, charged=charged)
                 raise
             self._say(f"{request.step}: {error.message}; it goes into the next batch")
-        self._enqueue(model, request)
-        raise _waiting(model, request.step)
+        self._again(model, request)
+        return None
+
+    def _failed_alike(self, sent: SentQuestion, line: BatchLine) -> list[str]:
+        """The steps of the same batch that have no reply for the same reason."""
+        assert sent.batch is not None
+        state, results = self._looked[sent.batch], self._results.get(sent.batch, BatchResults())
+        none = BatchLine(gone=state.gone or "missing")
+        return [
+            step
+            for step, each in sent_questions(self._budget.run.events).items()
+            if each.tag == sent.tag
+            and (state.refused or _alike(line, results.lines.get(each.custom_id, none)))
+        ]
 
     def _book_failure(self, step: str, trouble: Trouble | None = None, *, charged: bool) -> None:
         worst = self._budget.reserved(step) or Amount()
@@ -300,20 +297,37 @@ class Batches:
         failed: Counter[Trouble] = Counter()
         main = threading.current_thread() is threading.main_thread()  # alarms ring there alone
         while True:
+            left = self._budget.time_limit("a call about a batch", LOOK_LIMIT_S, ("wall_s",))
+            begun_s = self._clock.now()
             try:
-                with self._clock.alarm(LOOK_LIMIT_S if main else None):
+                with self._clock.alarm((left or LOOK_LIMIT_S) if main else None):
                     return call()
             except TimeUp:
                 error = ModelError("the server gave no answer on a batch", trouble="timeout")
                 error.charged = True
             except ModelError as caught:
                 error = caught
+            finally:
+                if (took_s := self._clock.now() - begun_s) >= 1:
+                    self._budget.spend(BATCH, Amount(wall_s=took_s))
             failed[error.trouble] += 1
             pause = pause_s(error, failed, self._clock.jitter())
             if pause is None or not again(error):
                 raise error
             self._say(f"{error.message}; trying again in {pause:.0f} s")
-            self._clock.sleep(pause)
+            self._pause(pause)
+
+    def _pause(self, seconds: float, what: str = "the pause before the next try") -> None:
+        self._budget.spend_time(BATCH, what, seconds)
+        self._clock.sleep(seconds)
+
+
+def _alike(line: BatchLine, other: BatchLine) -> bool:
+    if line.gone or other.gone:
+        return line.gone == other.gone
+    if not (inside(line.body, "error") and inside(other.body, "error")):
+        return False
+    return (line.status, words_of(line.body)) == (other.status, words_of(other.body))
 
 
 def _waiting(model: ApiModel, what: str) -> WaitingError:

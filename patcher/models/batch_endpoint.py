@@ -133,6 +133,8 @@ class BatchEndpoint(ABC):
         name = answer.get("id")
         if not isinstance(name, str) or not re.fullmatch(r"[\w.:-]{1,128}", name, re.ASCII):
             raise _broken("the server's answer names no batch")
+        if self.model.holds_key(name):
+            raise _broken("the server's answer names no batch, but the key")
         return name
 
     def bounds(self, most: int) -> Bounds:

@@ -137,8 +137,8 @@ class ModelClient:
 
     def _tries(self, model: Model, request: Request) -> tuple[Reply, float]:
         """The reply, and the seconds that the try took which gave it."""
-        if isinstance(model, ApiModel) and (model.entry.batch or self._batches.holds(request.step)):
-            return self._in_batch(model, request), 0.0
+        if (reply := self._in_batch(model, request)) is not None:
+            return reply, 0.0
         failed: Counter[Trouble] = Counter()
         while True:
             try:
@@ -152,7 +152,12 @@ class ModelClient:
             self._budget.spend_time(request.step, "the pause before the next try", pause)
             self._clock.sleep(pause)
 
-    def _in_batch(self, model: ApiModel, request: Request) -> Reply:
+    def _in_batch(self, model: Model, request: Request) -> Reply | None:
+        """The reply of a batch; None: it is to be asked without one."""
+        if not isinstance(model, ApiModel):
+            return None
+        if not (model.entry.batch or self._batches.holds(request.step)):
+            return None
         self._recall(model)
         before = model.max_output_tokens
         try:

@@ -25,8 +25,14 @@ _QUOTA = {
     "insufficient_quota",
 }
 _RATE_LIMIT = {"rate_limit_error", "rate_limit_exceeded", "requests", "tokens"}
+_QUEUED = {"token_limit_exceeded"}
+"""The account has too much in other batches."""
 _MAYBE_BILLED = {408, 502, 504}
 """A gateway gave up waiting; the model behind it may have answered, and billed."""
+
+
+class NoBatchError(UsageError):
+    """The server has no such batch, or no results of it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,11 @@ class Faults:
             )
         if status == 413 or "request_too_large" in words:
             return UsageError(f"the request is too large: {said}", _SMALLER)
-        if words & {"invalid_request_error"} or status in (400, 422):
+        if not words & _QUEUED and (words & {"invalid_request_error"} or status in (400, 422)):
             hint = _SMALLER if "token" in said or "context" in said else "choose another --model"
             return UsageError(f"{server} refused the request: {said}", hint)
         trouble: Trouble = "server"
-        if words & _RATE_LIMIT or status == 429:
+        if words & (_RATE_LIMIT | _QUEUED) or status == 429:
             trouble = "rate_limit"
         elif words & {"overloaded_error", "overloaded"} or status in (503, 529):
             trouble = "overloaded"
@@ -100,13 +106,13 @@ class Faults:
             f"set {self.entry.address_setting} to the address of an API; {_RESUME}",
         )
 
-    def no_batch(self, body: object) -> UsageError:
+    def no_batch(self, body: object) -> NoBatchError:
         """HTTP 404 to a question about batches."""
         said = self.clean.line(message_of(body), MESSAGE_LIMIT) or "HTTP 404"
-        return UsageError(
+        return NoBatchError(
             f"the {self.entry.provider} server has no such batch, or no batches at all: {said}",
-            f"check the key and {self.entry.address_setting}, or drop batch from [models.NAME]; "
-            f"{_RESUME}",
+            f"check the key and {self.entry.address_setting}, or drop batch from [models.NAME] "
+            f"(what a lost batch held is then asked, and perhaps paid, again); {_RESUME}",
         )
 
     def late(self, seconds: float) -> ModelError:

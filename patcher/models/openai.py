@@ -15,6 +15,7 @@ import openai
 from patcher.models import ModelError, Reply, Request
 from patcher.models.api import QUIET_S, ApiModel
 from patcher.models.batch_endpoint import BatchEndpoint, BatchLine, BatchState, IsOurs
+from patcher.models.faults import NoBatchError
 from patcher.models.gate import Draft, inside
 from patcher.models.registry import ModelEntry
 from patcher.models.wire import json_lines
@@ -173,11 +174,15 @@ class OpenAIBatches(BatchEndpoint):
             faults = inside(found, "errors", "data")
             first = faults[0] if isinstance(faults, list) and faults else None
             return BatchState(ended=True, refused={"error": first or {"message": "no reason"}})
-        files = [found.get(name) for name in ("output_file_id", "error_file_id")]
+        ids = [found.get(name) for name in ("output_file_id", "error_file_id")]
+        files = tuple(self.name_of({"id": each}) for each in ids if each)
+        ended = status in ("completed", "expired", "cancelled")
+        if ended and not files and inside(found, "request_counts", "completed"):
+            raise NoBatchError("a batch has answers, and names no file", "try patcher resume later")
         return BatchState(
-            ended=status in ("completed", "expired", "cancelled"),
+            ended=ended,
             gone={"expired": "expired", "cancelled": "canceled"}.get(str(status), ""),
-            files=tuple(self.name_of({"id": each}) for each in files if each),
+            files=files,
         )
 
     def results(self, batch: str, state: BatchState, most: int) -> Iterator[Iterator[object]]:

@@ -97,6 +97,10 @@ class BatchServer(ThreadingHTTPServer):
         """The process that is killed once a batch of its own was taken."""
         self.listing: dict[str, Any] = {}
         """What else its list of batches says."""
+        self.more: dict[str, Any] = {}
+        """What else it says of each batch."""
+        self.faults: list[tuple[int, dict[str, Any]]] = []
+        """Answers to the next GETs."""
         self.looks = 0
         self.paths: list[str] = []
 
@@ -111,6 +115,9 @@ class BatchServer(ThreadingHTTPServer):
             batch.status = batch.status or status or usual
 
     def shown(self, batch: Batch) -> dict[str, Any]:
+        return {**self._usual(batch), **self.more}
+
+    def _usual(self, batch: Batch) -> dict[str, Any]:
         if batch.api == "anthropic":
             return {
                 "id": batch.name,
@@ -166,6 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?")[0].rstrip("/")
         self.server.paths.append(f"GET {path}")
+        if self.server.faults:
+            self._say(*self.server.faults.pop(0))
+            return
         for batch in self.server.batches:
             if path.endswith(f"/{batch.name}"):
                 self.server.looks += 1

@@ -19,12 +19,15 @@ from patcher.agent import run_loop
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, UsageError, WaitingError
 from patcher.bench import load_op as open_op
 from patcher.models import ModelError, Reply, Request
+from patcher.models.batch_questions import sent_questions
 from patcher.models.budget import Budget
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import ModelClient
 from patcher.models.prices import price
 from patcher.models.registry import ModelEntry
+from patcher.models.retry import Clock
 from patcher.runs.run import Run
+from patcher.status import status as status_of
 from patcher.strategies import open_strategy
 
 
@@ -347,6 +350,95 @@ class TestAServerWithout:
         server.refusals = [(200, {"id": "../../x?y"})]
         with pytest.raises(ModelError, match="names no batch"):
             Asking(run, api)("a")
+
+
+class TestAWait:
+    @pytest.mark.parametrize("status", ["", "failed"])
+    def test_what_failed_alike_is_asked_again_by_one_resume(
+        self, api: str, server: BatchServer, run: Run, status: str
+    ) -> None:
+        Asking(run, api)("a", "b", "c")
+        server.end(status if api == "openai" else "")
+        server.lines = lambda batch: b"\n".join(
+            json.dumps(batch.answer(each, canceled=True)).encode() for each in batch.asked
+        )
+        with pytest.raises(UsageError):
+            Asking(run, api)("a", "b", "c")
+        assert Asking(run, api).account.committed_usd == 0
+        assert Asking(run, api)("a", "b", "c") == [None, None, None]
+        assert len(server.batches[1].asked) == 3
+
+    def test_for_what_its_server_forgot_ends_once_batch_is_dropped(
+        self, api: str, server: BatchServer, run: Run
+    ) -> None:
+        Asking(run, api)("a")
+        server.batches.clear()
+        with pytest.raises(UsageError, match="no such batch"):
+            Asking(run, api)("a")
+        asking = Asking(run, api)
+        asking.model = model_of(api, run, batch=False)
+        with pytest.raises(ModelError):  # the double takes nothing but batches
+            asking("a")
+        assert "its batch is given up" in asking.said[0]
+        assert asking.account.unknown.usd > 0
+        assert not asking.account.reserved
+
+    def test_outlasts_a_server_that_is_down(self, api: str, server: BatchServer, run: Run) -> None:
+        asking = Asking(run, api)
+        asking.model = model_of(api, run, batch_wait_minutes=3)
+        server.faults = [(503, {})] * 7
+        asking("a")
+        assert asking.slept.pauses.count(30) == 6
+        assert server.looks == 5
+
+    def test_counts_pauses_as_time(self, api: str, server: BatchServer, run: Run) -> None:
+        server.refusals = [(429, {})] * 5
+        asking = Asking(run, api, SpendingLimits(minutes=0.6))
+        with pytest.raises(BudgetError):
+            asking("a")
+        assert len(server.refusals) > 2
+
+    def test_is_told_by_the_status(self, api: str, server: BatchServer, run: Run) -> None:
+        Asking(run, api)("a", "b")
+        said = f"waiting for 2 questions to {MODELS[api]} in the batch batch_0, sent 20"
+        assert said in status_of(run).sentence()
+
+    def test_names_no_key(self, api: str, server: BatchServer, run: Run) -> None:
+        server.refusals = [(200, {"id": f"batch_{KEY}"})]
+        with pytest.raises(ModelError, match="but the key"):
+            Asking(run, api)("a")
+
+    def test_pays_once_for_a_batch_that_shows_up_late(
+        self, api: str, server: BatchServer, run: Run
+    ) -> None:
+        server.refusals = [(500, {})]  # it may have been taken
+        with pytest.raises(ModelError):
+            Asking(run, api)("a")
+        [sent] = sent_questions(run.events).values()
+        late = {sent.custom_id: {"messages": [{"content": "Write a."}]}}
+
+        def sleep(seconds: float) -> None:
+            server.batches.append(Batch(api, "late", late, {"patcher": sent.tag}))
+            server.end()
+
+        asking = Asking(run, api)
+        asking.client = ModelClient(asking.budget, clock=Clock(sleep=sleep))
+        assert asking("a") != [None]
+        assert [batch.name for batch in server.batches] == ["late"]
+
+    def test_for_a_file_or_a_queue_pays_once(self, server: BatchServer, run: Run) -> None:
+        Asking(run, "openai")("a")
+        server.end("failed")
+        error = {"code": "token_limit_exceeded", "message": "90,000 enqueued tokens"}
+        server.more = {"errors": {"data": [error]}}
+        assert Asking(run, "openai")("a") == [None]
+        server.end()
+        server.more = {"output_file_id": None, "request_counts": {"completed": 1}}
+        with pytest.raises(UsageError, match="names no file"):
+            Asking(run, "openai")("a")
+        server.more = {}
+        assert Asking(run, "openai")("a") != [None]
+        assert len(server.batches) == 2
 
 
 def verdict(candidate: Candidate) -> Evaluation:
