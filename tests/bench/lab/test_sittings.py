@@ -5,25 +5,22 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from patcher.bench import Evaluation, UsageError, VerificationError
+from patcher.bench import UsageError, VerificationError
 from patcher.bench.lab.sittings import keeping, sit, travel
 from patcher.bench.lab.sittings.__main__ import app
 from patcher.bench.lab.sittings.frozen import COMMITS
 from patcher.bench.lab.sittings.loops import LoopFolder, read_problems, reply_to
 from patcher.runs.run import Run
-from patcher.status import attempts
 
 ROOT = Path(__file__).parents[3]
 OP = "scaled_add"
@@ -415,62 +412,3 @@ def test_kept_loops_bring_no_code_and_no_links(tmp_path: Path) -> None:
     keeping.keep(loops, file)
     keeping.restore(file, LoopFolder(tmp_path / "new"))
     assert (tmp_path / "new/imported/op/again.toml").read_text() == "x"
-
-
-KEPT = ROOT / "bench/results/loop"
-PAGE = (KEPT / "README.md").read_text(encoding="utf-8")
-
-
-def test_unfinished_loops_are_as_their_page_says(tmp_path: Path) -> None:
-    """Each has the replies that were asked of it."""
-    loops = kept_loops("blocks", tmp_path)
-    assert len(loops.names()) == len(list(tmp_path.glob("prompts/*/001-*.reply.md"))) == 5
-    assert not loops.open_prompts()
-    found = settings_of(loops)
-    [options] = {
-        f"--language {one['plan']['language']} --strategy {one['plan']['search']['strategy']} "
-        f"--iterations {one['iterations']}"
-        for one in found
-    }
-    assert f"`{options}`" in PAGE
-    assert {(one["analyst"], one["diagnoser"]) for one in found} == {("off", "off")}
-
-
-def test_verdicts_of_the_blocks_are_as_the_page_says(tmp_path: Path) -> None:
-    loops = kept_loops("blocks", tmp_path)
-    judged = {}
-    for each in loops.names():
-        run = loops.run_of(each)
-        for one in attempts(run):
-            if one.geomean_speedup is not None:
-                op = settings_of(loops)[loops.names().index(each)]["plan"]["op"]
-                judged[op] = run.load(f"{op}/{one.iteration}/evaluate", Evaluation)
-    part = PAGE.partition("`blocks.unfinished.tar.xz`")[2]
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| [^|]* \| ([^|]*) \|", part, re.MULTILINE)
-    assert {op for op, _, _ in rows[: len(judged)]} == judged.keys()
-    for op, speedup, by_tokens in rows[: len(judged)]:
-        assert speedup == f"{judged[op].geomean_speedup:.2f}"
-        timed = {point.axes["tokens"]: f"{point.speedup:.2f}" for point in judged[op].timings}
-        said = dict.fromkeys(timed, "")
-        for low, high, first, last in re.findall(
-            r"([\d.]+)(?: to ([\d.]+))? at (\d+)(?: to (\d+))?", by_tokens
-        ):
-            within = [n for n in timed if int(first) <= n <= int(last or first)]
-            assert {low, high or low} == {
-                min(timed[n] for n in within),
-                max(timed[n] for n in within),
-            }
-            said |= dict.fromkeys(within, "said")
-        assert all(said.values())
-
-
-def kept_loops(name: str, folder: Path) -> LoopFolder:
-    travel.extract(KEPT / f"{name}.unfinished.tar.xz", folder)
-    return LoopFolder(folder)
-
-
-def settings_of(loops: LoopFolder) -> list[dict[str, Any]]:
-    return [
-        json.loads((loops.run_of(each).path / "run.json").read_text(encoding="utf-8"))["settings"]
-        for each in loops.names()
-    ]
