@@ -11,6 +11,8 @@ from .values import Unfit, quiet
 
 OwnAxes = dict[str, dict[int, str]]
 """What the free axes of inputs are: a name, or arithmetic over names that other axes have alone."""
+DRAWS = 4
+"""Of a module's integers, since one draw may be fit by chance: offsets that begin with 0."""
 
 
 def tried(
@@ -157,10 +159,12 @@ class Trials:
 
     def none(self) -> list[dict[str, int]]:
         """Check a module of one size there: its graph has to be the module, for any integers."""
-        if (why := self.fails(self.now)) and not self.seeded:
-            if any(map(_whole, self.inputs)):
-                why = f"its integers cannot be any of their range, as offsets or lengths: {why}"
-            raise Unfit(why)
+        whole = any(map(_whole, self.inputs))
+        for _ in range(DRAWS if whole else 1):
+            if (why := self.fails(self.now)) and not self.seeded:
+                if whole:
+                    why = f"its integers cannot be any of their range, as offsets or lengths: {why}"
+                raise Unfit(why)
         return []
 
     def fails(self, sizes: dict[str, int]) -> str:
