@@ -163,7 +163,7 @@ class Judge:
                 if recorded[0]:
                     trial.correct(recorded[0], report, "recorded")
                 trial.repeats(seen.declares_nondeterminism)
-                load_again(trial, built, [*cases, *recorded[0]], report)
+                load_again(trial, [*cases, *recorded[0]], report)
                 baseline, times, name = self._baseline(op, sweep, state.device, report)
                 more = {"baseline": name, "baselines": times, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:

@@ -18,7 +18,6 @@ from patcher.bench.judge import Progress
 from patcher.bench.judge.cases import Case
 from patcher.bench.judge.evaluation import Outcome
 from patcher.bench.judge.trial import Trial, Wrong
-from patcher.bench.toolchains import Built
 
 CHECK = "loaded again"
 LIKELY = (
@@ -32,7 +31,7 @@ ONCE = (
 )
 
 
-def load_again(trial: Trial, built: Built, cases: Sequence[Case], report: Progress) -> None:
+def load_again(trial: Trial, cases: Sequence[Case], report: Progress) -> None:
     """Load the build once more; the calls that follow are of this one. A library is not loaded
     twice by a process, and is left.
 
@@ -43,7 +42,7 @@ def load_again(trial: Trial, built: Built, cases: Sequence[Case], report: Progre
     Raises:
         Wrong: it cannot be loaded or called again, or is wrong then.
     """
-    if built.binding != "python":
+    if trial.told["binding"] != "python":
         return
     right = tuple(trial.bits)
     try:

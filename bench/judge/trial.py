@@ -131,8 +131,8 @@ class Trial:
 
     def one(self, case: Case, name: str, known: int | None = None) -> bool:
         """Check a case; False: it gave the bits that are known to be right."""
-        op, sets = self.op, self.made([case])
-        left = self.called(sets)
+        op, sets = self.op, self._made([case])
+        left = self._called(sets)
         self.bits.append(sets.bits(left) if self.told["binding"] == "python" else 0)
         if self.bits[-1] == known:
             return False
@@ -149,10 +149,10 @@ class Trial:
             self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
         return True
 
-    def made(self, cases: Sequence[Case]) -> CallSets:
+    def _made(self, cases: Sequence[Case]) -> CallSets:
         return CallSets.made(self.op, cases, self.state.device, self.stock)
 
-    def called(self, sets: CallSets) -> Left:
+    def _called(self, sets: CallSets) -> Left:
         count = len(sets.cases)
         try:
             late = self.state.candidate.language.traits.compiles_late
@@ -185,8 +185,8 @@ class Trial:
         scalars = self.op.served_scalars
         differ = []
         for point in (self.sweep.points()[0], self.sweep.points()[-1]):
-            sets = self.made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)
-            blocks = [block for _ in range(rounds) for block in self.called(sets).blocks]
+            sets = self._made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)
+            blocks = [block for _ in range(rounds) for block in self._called(sets).blocks]
             differ += [point.label() for block in blocks[1:] if (block != blocks[0]).any()]
         return differ
 
@@ -266,8 +266,8 @@ class Trial:
             if self.calls >= enough and time.monotonic() >= until:
                 return
             count = soaked_sets(cases_.tensors_of(op, point))
-            sets = self.made(fresh(op, point, count, self.draw))
-            if problem := sets.problem(self.called(sets)):
+            sets = self._made(fresh(op, point, count, self.draw))
+            if problem := sets.problem(self._called(sets)):
                 raise _wrong(problem, "values after", f"{point.label()} after {self.calls} calls")
             self.calls += count
 
