@@ -217,6 +217,10 @@ def test_what_kernelbench_said_is_as_the_page_says(loops: Path) -> None:
     """Its answers are of candidates that the loops have, and counted by what the judge said."""
     answers = json.loads((KEPT / "kernelbench-checks.json").read_text(encoding="utf-8"))
     again = json.loads((KEPT / "kernelbench-again.json").read_text(encoding="utf-8"))
+    told = "".join(each.get("loose_why", "") for each in answers.values())
+    off = [float(each) for each in re.findall(r"[\d.]+", told)]
+    assert len(off) == 5
+    assert f"off by {min(off):.3f} to {max(off):.3f} (" in PAGE
     counts: Counter[tuple[bool, str]] = Counter()
     ratios = []
     for folder in loops.iterdir():
