@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import operator
 import re
 from collections.abc import Iterator
@@ -22,6 +21,11 @@ SYMBOLIC = {
     operator.mod: "%",
     operator.pow: "**",
 }
+SELECTING = (
+    *("select", "slice", "split", "chunk", "narrow", "unbind", "index", "gather", "take", "embedding"),
+    *("max", "min", "any", "all", "topk", "sort", "median", "kthvalue", "diagonal", "unfold"),
+)
+"""In the names of operators whose result has fewer elements, none of them a sum of others."""
 NAMES = re.compile(r"[\w.+-]{1,200}")
 
 
@@ -225,6 +229,8 @@ class Graph:
         values = [each.meta["val"] for each in node.args if hasattr(each, "meta")]
         shapes = [each.shape for each in values if hasattr(each, "shape")]
         result = node.meta.get("val")
+        if isinstance(result, list | tuple) and result:  # var_mean, norm and their like
+            result = result[0]
         kind = name.split(".")[1]
         if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             self._recurrent(shapes[0], [each for each in node.args if isinstance(each, list)][-1])
@@ -253,13 +259,22 @@ class Graph:
             self._products(shapes[0], shapes[1][1:], length)
         elif kind.startswith("conv"):
             self._products(result.shape, shapes[1][1:])
-        else:
-            large, small = math.prod(shapes[0]), math.prod(result.shape)
-            if isinstance(large, int) and isinstance(small, int):
-                if small and large > small:
-                    self.sums.add(str(large // small))
-            elif len(shapes[0]) > len(result.shape) or "norm" in kind:
-                self.sums.add(f"({' * '.join(map(self._size, shapes[0][1:])) or '1'})")
+        elif "softmax" in kind:
+            self.sums.add(f"({self._size(shapes[0][node.args[1]])})")
+        elif kind.startswith("avg_pool"):
+            self.sums.add(f"({self._product(node.args[1])})")
+        elif not any(word in kind for word in SELECTING):
+            self._summed(shapes[0], result.shape)
+
+    def _summed(self, given: Any, left: Any) -> None:
+        """Elements of `given` for each that is left: the length of a sum, a mean, a pool."""
+        import sympy
+
+        every, fewer = (sympy.prod([_symbolic(size) for size in each]) for each in (given, left))
+        if not fewer.is_zero:
+            length, beside = (every / fewer).as_numer_denom()
+            if beside == 1 and length != 1:
+                self.sums.add(f"({self._expression(length)})")
 
     def _recurrent(self, shape: Any, weights: list[Any]) -> None:
         for each in weights:
@@ -284,6 +299,12 @@ class Graph:
 
     def _product(self, sizes: Any) -> str:
         return " * ".join(map(self._size, sizes))
+
+
+def _symbolic(size: Any) -> Any:
+    import sympy
+
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def _normalised(node: Any, kind: str, shapes: list[Any]) -> list[Any]:
