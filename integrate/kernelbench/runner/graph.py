@@ -270,7 +270,7 @@ class Graph:
         """Elements of `given` for each that is left: the length of a sum, a mean, a pool."""
         import sympy
 
-        every, fewer = (sympy.prod([_symbolic(size) for size in each]) for each in (given, left))
+        every, fewer = (sympy.Mul(*map(_symbolic, each)) for each in (given, left))
         if not fewer.is_zero:
             length, beside = (every / fewer).as_numer_denom()
             if beside == 1 and length != 1:

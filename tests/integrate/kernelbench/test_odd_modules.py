@@ -123,6 +123,7 @@ def test_the_module_itself_is_right_both_ways(
         (N, 0, ("x", "x.cumsum(-1)")),
         (N, 0, ("x", "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)")),
         (64, 0, ("x", "x - x.sum(0, keepdim=True)")),
+        (64 * N, 0, ("x", "x.sum() * x.new_ones(()).mean() + x")),
         (8 * N, 0, ("x", "torch.var_mean(x, (1, 2))[0]", "[torch.randn(64, 8, N)]")),
         (N, 0, ("x", "x.softmax(-1)")),
         (N, 0, ("x", "torch.logsumexp(x, 1, keepdim=True)")),
