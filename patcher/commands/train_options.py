@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -126,7 +126,7 @@ class JudgeGroup(OptionGroup):
         list[str] | None,
         typer.Option(help="eager (default) or torch.compile; each costs a judgement."),
     ] = None
-    scale: Annotated[str, typer.Option(help="milestones or log-speedup.")] = "milestones"
+    scale: Annotated[str, typer.Option(help="milestones, log-speedup or steps.")] = "milestones"
     pairs: Annotated[int, typer.Option(help="Most pairs of timed blocks a point.", min=2)] = 6
     points: Annotated[int, typer.Option(help="Most points that are timed.", min=1)] = 1
     threads: Threads = None
@@ -154,9 +154,12 @@ class JudgeGroup(OptionGroup):
         """
         from patcher.judges import LOCAL, remote_judge
         from patcher.training import EnvironmentOptions, Shaping
+        from patcher.training.shaping import Scale
 
-        if self.scale not in ("milestones", "log-speedup"):
-            raise UsageError(f"unknown scale {self.scale!r}", "say milestones or log-speedup")
+        if self.scale not in get_args(Scale):
+            raise UsageError(
+                f"unknown scale {self.scale!r}", "say milestones, log-speedup or steps"
+            )
         remote_judge(self.judge or LOCAL)
         return EnvironmentOptions(
             language=language,

@@ -13,18 +13,23 @@ from typing import Literal
 
 from pydantic import Field
 
-from patcher.bench import SCHEMA_VERSION, Evaluation, Record
+from patcher.bench import SCHEMA_VERSION, Evaluation, Outcome, Record
 from patcher.judges.reward import Reward, RewardResult
 
+Scale = Literal["milestones", "log-speedup", "steps"]
 WRONG = -1.0
+_STEPS = {Outcome.COMPILATION_FAILURE: -0.75, Outcome.RUNTIME_ERROR: -0.5, Outcome.MISMATCH: -0.5}
+"""Of `steps`: how far what is not right came."""
 
 
 class Shaping(Record):
     """How a reward's value is made."""
 
-    scale: Literal["milestones", "log-speedup"] = "milestones"
+    scale: Scale = "milestones"
     """Milestones: -1 wrong, 1 right, 2 faster than eager, 3 than torch.compile, too. Log-speedup:
-    -1 wrong, else 1 + log2 of the speedup against the stronger of both, not below 1."""
+    -1 wrong, else 1 + log2 of the speedup against the stronger of both, not below 1. Steps:
+    milestones, but -0.75 for a source that does not compile and -0.5 for one that compiles and is
+    wrong, for models whose replies would all get -1; what breaks a rule gets -1 there, too."""
     most: float = Field(default=3.0, gt=0)
     """Largest value of the log2."""
     share_weight: float = Field(default=0.0, ge=0)
@@ -48,7 +53,10 @@ def shaped(judged: RewardResult, shaping: Shaping) -> TurnReward:
     """The reward of a judged candidate."""
     found = judged.reward
     if found.value < 0:
-        return TurnReward(value=WRONG, why=found.why, shaping=shaping, milestone=found)
+        steps = _STEPS if shaping.scale == "steps" else {}
+        wrong = [each.outcome for each in judged.evaluations.values() if not each.right]
+        came = min((steps.get(each, WRONG) for each in wrong), default=WRONG)
+        return TurnReward(value=came, why=found.why, shaping=shaping, milestone=found)
     value = float(found.value)
     if shaping.scale == "log-speedup":
         lows = [each.geomean_low for each in found.speedups.values()]

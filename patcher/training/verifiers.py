@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
@@ -26,7 +26,7 @@ from patcher.training.choice import choose_ops
 from patcher.training.environment import OPTIONS, EnvironmentOptions, KernelEnvironment
 from patcher.training.replies import JudgedReply
 from patcher.training.reply_judges import AskedReply, ReplyJudges
-from patcher.training.shaping import Shaping
+from patcher.training.shaping import Scale, Shaping
 
 
 class KernelTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class KernelTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
     """Instead: ops of the library."""
     split: Split = "train"
     language: Language = Language.TRITON
-    scale: Literal["milestones", "log-speedup"] = "milestones"
+    scale: Scale = "milestones"
     judge: str = "local"
     judges: int = 4
     """Processes that judge, in all tasks together."""

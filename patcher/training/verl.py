@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from patcher.bench import Language, Outcome
 from patcher.training.environment import EnvironmentOptions, KernelEnvironment
 from patcher.training.reply_judges import step_patiently
-from patcher.training.shaping import Shaping
+from patcher.training.shaping import Scale, Shaping
 
 _ONE = threading.Lock()
 
@@ -30,7 +30,7 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     *,
     language: str = Language.CUDA,
-    scale: Literal["milestones", "log-speedup"] = "milestones",
+    scale: Scale = "milestones",
     judge: str = "local",
     **more: Any,
 ) -> dict[str, float]:
@@ -63,9 +63,7 @@ def compute_score(
 
 
 @functools.cache
-def _environment(
-    language: Language, scale: Literal["milestones", "log-speedup"], judge: str
-) -> KernelEnvironment:
+def _environment(language: Language, scale: Scale, judge: str) -> KernelEnvironment:
     shaping = Shaping(scale=scale)
     return KernelEnvironment(EnvironmentOptions(language, turns=1, shaping=shaping, judge=judge))
 

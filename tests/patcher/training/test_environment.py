@@ -12,6 +12,7 @@ from patcher.bench import (
     BusyError,
     Candidate,
     MissingError,
+    Outcome,
     UsageError,
 )
 from patcher.judges.reward import RewardResult
@@ -28,6 +29,24 @@ def test_scales(lows: tuple[float, float], milestone: float, by_log: float) -> N
     result = judged(evaluation("eager", lows[0]), evaluation("torch.compile", lows[1]))
     assert shaped(result, Shaping()).value == milestone
     assert shaped(result, Shaping(scale="log-speedup")).value == pytest.approx(by_log)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "by_steps"),
+    [
+        (Outcome.COMPILATION_FAILURE, -0.75),
+        (Outcome.RUNTIME_ERROR, -0.5),
+        (Outcome.MISMATCH, -0.5),
+        (Outcome.GUARD_VIOLATION, -1.0),
+    ],
+)
+def test_steps_tell_how_far_a_wrong_candidate_came(outcome: Outcome, by_steps: float) -> None:
+    right = evaluation("torch.compile", 2.0)
+    failed = evaluation("eager", 2.0).model_copy(update={"outcome": outcome})
+    for result in (judged(failed), judged(failed, right)):
+        assert shaped(result, Shaping(scale="steps")).value == by_steps
+        assert shaped(result, Shaping()).value == -1.0
+    assert shaped(judged(right), Shaping(scale="steps")).value == 1.0
 
 
 def test_the_share_of_own_kernels_counts_where_it_was_measured() -> None:
