@@ -228,9 +228,7 @@ class Graph:
         """Arithmetic of matrix products and convolutions, and the lengths of sums."""
         values = [each.meta["val"] for each in node.args if hasattr(each, "meta")]
         shapes = [each.shape for each in values if hasattr(each, "shape")]
-        result = node.meta.get("val")
-        if isinstance(result, list | tuple) and result:  # var_mean, norm and their like
-            result = result[0]
+        result = _first(node.meta.get("val"))
         kind = name.split(".")[1]
         if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             self._recurrent(shapes[0], [each for each in node.args if isinstance(each, list)][-1])
@@ -299,6 +297,11 @@ class Graph:
 
     def _product(self, sizes: Any) -> str:
         return " * ".join(map(self._size, sizes))
+
+
+def _first(result: Any) -> Any:
+    """The first of several results, as those of `var_mean`."""
+    return result[0] if isinstance(result, list | tuple) and result else result
 
 
 def _symbolic(size: Any) -> Any:
