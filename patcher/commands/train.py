@@ -187,7 +187,6 @@ def reinforce(
     3: a package or a device is missing, or the judge's process dies on every reply; 4: the time
     limit came first, and the same command goes on.
     """
-    from patcher.training.choice import choose_ops
     from patcher.training.folder import Deadline, open_training
     from patcher.training.reinforce import ReinforceOptions, fitting_prompts
     from patcher.training.reinforce import reinforce as trained
@@ -211,7 +210,7 @@ def reinforce(
             "adapter": model.adapter_digest(),
             "judging": judging.measuring(),
             "language": tasks.language,
-            "ops": choose_ops(tasks.tasks, tasks.op or [], "train"),
+            "ops": tasks.chosen("train"),
             "method": method,
             "updates": updates,
             "updates_per_round": updates_per_round,
@@ -277,7 +276,6 @@ def evaluate(
     3: a package or a device is missing, or the machine is too busy to judge; 4: the time limit came
     first. After 3 and 4 the same command goes on.
     """
-    from patcher.training.choice import choose_ops
     from patcher.training.evaluate import (
         EvaluateOptions,
         compared,
@@ -296,7 +294,7 @@ def evaluate(
         raise UsageError(f"unknown split {split!r}", "say held-out or train")
     other = None if against is None else read_evaluation(against)
     environment = judging.environment(tasks.language)
-    chosen = choose_ops(tasks.tasks, tasks.op or [], split, count, seed)  # type: ignore[arg-type]
+    chosen = tasks.chosen(split, count, seed)  # type: ignore[arg-type]
     options = EvaluateOptions(
         model=model.required(),
         adapter=model.adapter_digest(),

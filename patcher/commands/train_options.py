@@ -13,6 +13,7 @@ from patcher.commands.console import JudgeSpec, Threads, finite
 from patcher.commands.option_groups import OptionGroup
 
 if TYPE_CHECKING:
+    from patcher.tasks.records import Split
     from patcher.training import EnvironmentOptions
 
 OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one to resume.")]
@@ -111,6 +112,16 @@ class TaskGroup(OptionGroup):
         int, typer.Option(help="Tasks with a longer prompt are left out.", min=1)
     ] = 2560
     reply_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 1024
+    most_operators: Annotated[
+        int | None,
+        typer.Option(help="Only tasks of at most so many operators, for a weak model.", min=1),
+    ] = None
+
+    def chosen(self, split: Split, count: int | None = None, seed: int = 0) -> tuple[str, ...]:
+        """Ops to work on; see `patcher.training.choice.choose_ops`, also for what it raises."""
+        from patcher.training.choice import choose_ops
+
+        return choose_ops(self.tasks, self.op or [], split, count, seed, self.most_operators)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ def choose_ops(
     split: Split,
     count: int | None = None,
     seed: int = 0,
+    most_operators: int | None = None,
 ) -> tuple[str, ...]:
     """Ops by name, or of a folder of tasks, whose ops are made known to this process and those
     that it starts.
@@ -27,18 +28,25 @@ def choose_ops(
         names: ops of the library, instead.
         split: of the tasks.
         count: at most so many, drawn by the seed.
+        most_operators: of the tasks; None: any number.
 
     Raises:
-        UsageError: both or neither are given, there is no such op, or no task of the split.
+        UsageError: both or neither are given, there is no such op, or no such task of the split.
     """
     if (tasks is None) == (not names):
         raise UsageError("what to work on is not said", "give either --tasks DIR, or --op NAME")
     if tasks is None:
         return tuple(load_op(name).name for name in names)
-    found = [task.op for task in load_tasks(tasks, split)]
+    found = [
+        task.op
+        for task in load_tasks(tasks, split)
+        if most_operators is None or len(task.operators) <= most_operators
+    ]
     if not found:
+        most = "" if most_operators is None else f" of at most {most_operators} operators"
         raise UsageError(
-            f"{tasks} has no {split} task", "create more of them: patcher tasks create --count"
+            f"{tasks} has no {split} task{most}",
+            "create more of them: patcher tasks create --count",
         )
     known, own = os.environ.get("PATCHER_OPS", "").split(os.pathsep), str((tasks / OPS).resolve())
     os.environ["PATCHER_OPS"] = os.pathsep.join(

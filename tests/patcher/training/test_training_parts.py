@@ -27,9 +27,10 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.stats.shares import grouped_share, paired_difference, wilson
 from patcher.cli import app
-from patcher.commands.train_options import JudgeGroup, ModelGroup
+from patcher.commands.train_options import JudgeGroup, ModelGroup, TaskGroup
 from patcher.judges.jobs import post
 from patcher.report.curves import moving_means
+from patcher.tasks.records import Task
 from patcher.training import KernelEnvironment
 from patcher.training.choice import choose_ops, in_rounds
 from patcher.training.evaluate import EvaluateOptions, compared, sample_tasks, summarise
@@ -162,11 +163,33 @@ def test_every_op_comes_as_often_and_a_longer_list_begins_alike() -> None:
     assert drawn != in_rounds(ops, 12, seed=2)
 
 
-def test_ops_come_from_tasks_or_by_name(tmp_path: Path) -> None:
+def made_task(name: str, operators: int) -> Task:
+    return Task(
+        op=name,
+        problem=f"{name}.py",
+        split="train",
+        size_class="decode",
+        layout="rows",
+        precision="fp32",
+        operators=("relu",) * operators,
+        shapes=((4, 8),),
+        structure="0" * 64,
+    )
+
+
+def test_ops_come_from_tasks_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHER_OPS", "")  # set by what is called
     assert choose_ops(None, [OP], "train") == (OP,)
     for tasks, names in ((None, []), (tmp_path, [OP])):
         with pytest.raises(UsageError, match="not said"):
             choose_ops(tasks, names, "train")
+    tasks = [made_task(f"task_{count}", count) for count in (1, 2, 4)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(each.model_dump_json() for each in tasks))
+    assert choose_ops(tmp_path, [], "train") == ("task_1", "task_2", "task_4")
+    assert TaskGroup(tasks=tmp_path, most_operators=2).chosen("train") == ("task_1", "task_2")
+    (tmp_path / "tasks.jsonl").write_text(tasks[2].model_dump_json())
+    with pytest.raises(UsageError, match="no train task of at most 3 operators"):
+        TaskGroup(tasks=tmp_path, most_operators=3).chosen("train")
     (tmp_path / "tasks.jsonl").write_text("{")
     with pytest.raises(UsageError, match="damaged"):
         choose_ops(tmp_path, [], "train")
