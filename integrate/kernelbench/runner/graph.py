@@ -22,7 +22,18 @@ SYMBOLIC = {
     operator.pow: "**",
 }
 SELECTING = (
-    *("select", "slice", "split", "chunk", "narrow", "unbind", "index", "gather", "take", "embedding"),
+    *(
+        "select",
+        "slice",
+        "split",
+        "chunk",
+        "narrow",
+        "unbind",
+        "index",
+        "gather",
+        "take",
+        "embedding",
+    ),
     *("max", "min", "any", "all", "topk", "sort", "median", "kthvalue", "diagonal", "unfold"),
 )
 """In the names of operators whose result has fewer elements, none of them a sum of others."""
