@@ -283,7 +283,10 @@ class Graph:
         if not fewer.is_zero:
             length, beside = (every / fewer).as_numer_denom()
             if beside == 1 and length != 1:
-                self.sums.add(f"({self._expression(length)})")
+                try:
+                    self.sums.add(f"({self._expression(length)})")
+                except Unfit:
+                    self.notes.append(f"a sum of {length} elements is counted as one of 1")
 
     def _recurrent(self, shape: Any, weights: list[Any]) -> None:
         for each in weights:

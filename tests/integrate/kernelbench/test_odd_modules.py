@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from command_line import patcher
 
@@ -19,6 +21,7 @@ from patcher.integrate.formats.foreign_contract import Refused
 from patcher.integrate.kernelbench.imports import own_problem_op
 from patcher.integrate.kernelbench.model_new import candidate_of, model_new
 from patcher.integrate.kernelbench.problem import read_problem
+from patcher.integrate.kernelbench.runner.graph import Graph
 
 PROBLEM = """from __future__ import annotations
 import torch
@@ -147,6 +150,15 @@ def test_sums_and_products_are_counted_whatever_makes_them(
     contract = imported(tmp_path, monkeypatch, module)[1].contract
     point = contract.sweeps[0].points()[-1]
     assert (contract.longest_sum(point), contract.flops(point)) == (longest, flops)
+
+
+def test_a_length_that_no_contract_can_say_is_told() -> None:
+    program = SimpleNamespace(range_constraints={})
+    graph = Graph(program, SimpleNamespace(forward=lambda x: x), [])
+    size = SimpleNamespace(node=SimpleNamespace(expr=sympy.Symbol("s0") % 7))
+    graph._summed([size, 2], [2])
+    assert graph.sums == set()
+    assert graph.notes == ["a sum of Mod(s0, 7) elements is counted as one of 1"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
