@@ -169,7 +169,7 @@ class JudgeGroup(OptionGroup):
 
         if self.scale not in get_args(Scale):
             raise UsageError(
-                f"unknown scale {self.scale!r}", "say milestones, log-speedup or steps"
+                f"unknown scale {self.scale!r}", f"say one of {', '.join(get_args(Scale))}"
             )
         remote_judge(self.judge or LOCAL)
         return EnvironmentOptions(

@@ -36,6 +36,8 @@ def choose_ops(
     if (tasks is None) == (not names):
         raise UsageError("what to work on is not said", "give either --tasks DIR, or --op NAME")
     if tasks is None:
+        if most_operators is not None:
+            raise UsageError("an op of the library has no operators to count", "give --tasks DIR")
         return tuple(load_op(name).name for name in names)
     found = [
         task.op

@@ -21,20 +21,9 @@ SYMBOLIC = {
     operator.mod: "%",
     operator.pow: "**",
 }
-SELECTING = (
-    *(
-        "select",
-        "slice",
-        "split",
-        "chunk",
-        "narrow",
-        "unbind",
-        "index",
-        "gather",
-        "take",
-        "embedding",
-    ),
-    *("max", "min", "any", "all", "topk", "sort", "median", "kthvalue", "diagonal", "unfold"),
+SELECTING = re.compile(
+    "select|slice|split|chunk|narrow|unbind|index|gather|take|embedding|max|min|any|all|topk|sort|"
+    "median|kthvalue|diagonal|unfold|as_strided|new_"
 )
 """In the names of operators whose result has fewer elements, none of them a sum of others."""
 NAMES = re.compile(r"[\w.+-]{1,200}")
@@ -272,14 +261,17 @@ class Graph:
             self.sums.add(f"({self._size(shapes[0][node.args[1]])})")
         elif kind.startswith("avg_pool"):
             self.sums.add(f"({self._product(node.args[1])})")
-        elif not any(word in kind for word in SELECTING):
+        elif not SELECTING.search(kind):
             self._summed(shapes[0], result.shape)
 
     def _summed(self, given: Any, left: Any) -> None:
         """Elements of `given` for each that is left: the length of a sum, a mean, a pool."""
         import sympy
 
-        every, fewer = (sympy.Mul(*map(_symbolic, each)) for each in (given, left))
+        every, fewer = (
+            sympy.Mul(*(size if isinstance(size, int) else size.node.expr for size in each))
+            for each in (given, left)
+        )
         if not fewer.is_zero:
             length, beside = (every / fewer).as_numer_denom()
             if beside == 1 and length != 1:
@@ -316,12 +308,6 @@ class Graph:
 def _first(result: Any) -> Any:
     """The first of several results, as those of `var_mean`."""
     return result[0] if isinstance(result, list | tuple) and result else result
-
-
-def _symbolic(size: Any) -> Any:
-    import sympy
-
-    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def _normalised(node: Any, kind: str, shapes: list[Any]) -> list[Any]:

@@ -133,6 +133,7 @@ def test_the_module_itself_is_right_both_ways(
         (4, 0, ("x", "nn.functional.avg_pool1d(x, 4)", "[torch.randn(64, 8, N)]")),
         (1, 0, ("x", "nn.functional.max_pool1d(x[:, ::2], 4)", "[torch.randn(64, 8, N)]")),
         (1, 0, ("x", "x.amax(-1, keepdim=True) + x[:, -1:]")),
+        (1, 0, ("x", "x + x.new_ones(())")),
         (N, 0, ("x", "self.m(x)", "[torch.randn(64, 9, N)]", "self.m = nn.LayerNorm(N)")),
         (2 * N, 0, ("x", "self.m(x)", "[torch.randn(64, 8, N)]", "self.m = nn.GroupNorm(4, 8)")),
         (N, 0, ("x", "self.m(x)", "[torch.randn(64, 8, N)]", "self.m = nn.InstanceNorm1d(8)")),

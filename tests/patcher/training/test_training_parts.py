@@ -183,6 +183,8 @@ def test_ops_come_from_tasks_or_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     for tasks, names in ((None, []), (tmp_path, [OP])):
         with pytest.raises(UsageError, match="not said"):
             choose_ops(tasks, names, "train")
+    with pytest.raises(UsageError, match="no operators to count"):
+        TaskGroup(op=[OP], most_operators=2).chosen("train")
     tasks = [made_task(f"task_{count}", count) for count in (1, 2, 4)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(each.model_dump_json() for each in tasks))
     assert choose_ops(tmp_path, [], "train") == ("task_1", "task_2", "task_4")
